@@ -1,0 +1,6 @@
+#include "registers.h"
+
+PYBIND11_MODULE(_native, m) {
+  m.doc() = "C++ kernels of torchrec_tpu: host preprocessing and CPU execution.";
+  trtpu::RegisterThreadPool(m);
+}

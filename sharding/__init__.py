@@ -1,0 +1,1 @@
+"""Many chips: sharded modules, fused optimizers and the config swap."""

@@ -1,0 +1,1 @@
+"""One chip: layouts, host preprocessing, ops, optimizers and backends."""

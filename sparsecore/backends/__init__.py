@@ -1,0 +1,1 @@
+"""Backends that execute lookups and fused updates."""

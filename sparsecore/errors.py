@@ -1,0 +1,113 @@
+"""The exceptions of torchrec_tpu: each names what was wrong, where, and what to do.
+
+All of them are raised before anything is changed: weights, optimizer state and buffers are as they
+were before the call.
+"""
+
+
+class TorchrecTpuError(Exception):
+    """Any error that torchrec_tpu raises on purpose."""
+
+
+class LayoutError(TorchrecTpuError, ValueError):
+    """Tables, features or stacks that contradict each other."""
+
+
+class KjtError(TorchrecTpuError, ValueError):
+    """A KJT whose arrays contradict each other (lengths, offsets, values, weights, dtypes)."""
+
+
+class DuplicateKeyError(KjtError):
+    """A KJT that has the same key twice."""
+
+
+class MissingKeyError(TorchrecTpuError, KeyError):
+    """A KJT without a key that a table needs."""
+
+    def __str__(self) -> str:  # KeyError would print the repr of the message
+        return str(self.args[0]) if self.args else ""
+
+
+class WeightsError(TorchrecTpuError, ValueError):
+    """Weights that are absent where is_weighted=True needs them, or that ask for a gradient."""
+
+
+class BatchSizeError(TorchrecTpuError, ValueError):
+    """A batch larger than the static batch size."""
+
+
+class BatchLayoutError(TorchrecTpuError, ValueError):
+    """A prepared SparseBatch that was made for another layout."""
+
+
+class IdRangeError(TorchrecTpuError, ValueError):
+    """An id outside its table.
+
+    Attributes:
+        feature: KJT key.
+        table: table name.
+        sample: index of the sample in the batch (of the bag or of the sequence).
+        position: index of the id inside that bag or sequence.
+        value: the id.
+        num_embeddings: rows of the table; valid ids are 0 .. num_embeddings - 1.
+    """
+
+    def __init__(
+        self,
+        *,
+        feature: str,
+        table: str,
+        sample: int,
+        position: int,
+        value: int,
+        num_embeddings: int,
+    ) -> None:
+        self.feature = feature
+        self.table = table
+        self.sample = sample
+        self.position = position
+        self.value = value
+        self.num_embeddings = num_embeddings
+        super().__init__(
+            f"feature {feature!r} of table {table!r}: sample {sample} has id {value} at position "
+            f"{position}, valid ids are 0..{num_embeddings - 1} (num_embeddings={num_embeddings}). "
+            "Fix the data or the table's num_embeddings, or choose id_policy='clamp' (row 0, as "
+            "FBGEMM does) or id_policy='drop' (ignore and count)"
+        )
+
+
+class CapacityError(TorchrecTpuError, ValueError):
+    """A batch that does not fit the static limits of a stack.
+
+    Attributes:
+        stack: stack name.
+        core: global index of the source SparseCore.
+        partition: destination partition, or None when the core's buffer as a whole is too small.
+        kind: "ids", "unique ids" or "buffer slots".
+        observed: what the batch needs.
+        limit: what the capacity allows.
+    """
+
+    def __init__(
+        self, *, stack: str, core: int, partition: int | None, kind: str, observed: int, limit: int
+    ) -> None:
+        self.stack = stack
+        self.core = core
+        self.partition = partition
+        self.kind = kind
+        self.observed = observed
+        self.limit = limit
+        where = f"core {core}" if partition is None else f"partition {core}->{partition}"
+        super().__init__(
+            f"stack {stack!r}: {where} needs {observed:,} {kind}, capacity is {limit:,}. Raise the "
+            "limit: calibrate(batches) on data like this suggests one; on CPU leave the capacity "
+            "unset and buffers take the size that the batch needs"
+        )
+
+
+class OptimizerError(TorchrecTpuError, ValueError):
+    """An optimizer, or an option of one, that has no fused update here."""
+
+
+class StateDictError(TorchrecTpuError, ValueError):
+    """A state dict whose tables, shapes or slots do not fit the module."""

@@ -1,0 +1,1 @@
+"""TorchRec models with their embedding tables on the TPU SparseCore, or on a plain CPU."""
