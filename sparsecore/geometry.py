@@ -1,0 +1,100 @@
+"""The integers that travel with a batch through torch ops and into native code.
+
+Everything is in stack order (`Layout.stack_order_tables`, `Layout.stack_order_features`). Sample i
+of a feature is looked up by local core i // samples_per_core, in row
+sample_offset + i % samples_per_core of that core's samples of the stack. Its output vector, and its
+gradient, starts at float out_offset + i * out_stride of the flat output.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import NamedTuple
+
+
+class TableGeometry(NamedTuple):
+    """One table: its stack, logical shape, place in the stack, and its features."""
+
+    stack: int
+    num_embeddings: int
+    dim: int  # logical, not padded
+    row_offset: int
+    rotation: int
+    first_feature: int
+    num_features: int
+
+
+class FeatureGeometry(NamedTuple):
+    """One lookup: where its samples are on a core, and where its output is."""
+
+    sample_offset: int
+    samples_per_core: int
+    num_samples: int  # over all local cores, without padding
+    out_offset: int  # floats
+    out_stride: int  # floats
+
+
+HEADER_INTS = 5
+TABLE_INTS = len(TableGeometry._fields)
+FEATURE_INTS = len(FeatureGeometry._fields)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Geometry:
+    """Shapes and places of one batch. See the module's docstring for the meaning.
+
+    >>> geometry = Geometry(num_cores=4, num_local_cores=4, num_stacks=1,
+    ...     tables=(TableGeometry(0, 100, 8, 0, 0, 0, 1),),
+    ...     features=(FeatureGeometry(0, 2, 7, 0, 8),))
+    >>> geometry.encode()
+    [4, 4, 1, 1, 1, 0, 100, 8, 0, 0, 0, 1, 0, 2, 7, 0, 8]
+    >>> Geometry.decode(geometry.encode()) == geometry
+    True
+    """
+
+    num_cores: int
+    num_local_cores: int
+    num_stacks: int
+    tables: tuple[TableGeometry, ...]
+    features: tuple[FeatureGeometry, ...]
+
+    def encode(self) -> list[int]:
+        """5 header ints (cores, local cores, stacks, tables, features), 7 a table, 5 a feature."""
+        header = (
+            self.num_cores,
+            self.num_local_cores,
+            self.num_stacks,
+            len(self.tables),
+            len(self.features),
+        )
+        return [value for row in (header, *self.tables, *self.features) for value in row]
+
+    @classmethod
+    def decode(cls, ints: Sequence[int]) -> Geometry:
+        """The geometry of `encode`'s ints.
+
+        Raises:
+            ValueError: the header does not fit the number of ints.
+        """
+        header = tuple(ints[:HEADER_INTS])
+        num_cores, num_local_cores, num_stacks, num_tables, num_features = (
+            header if len(header) == HEADER_INTS else (0, 0, 0, 0, 0)
+        )
+        first_feature = HEADER_INTS + num_tables * TABLE_INTS
+        end = first_feature + num_features * FEATURE_INTS
+        if num_cores < 1 or min(num_tables, num_features) < 0 or len(ints) != end:
+            raise ValueError(f"{len(ints)} ints with header {header} are not an encoded geometry")
+        return cls(
+            num_cores=num_cores,
+            num_local_cores=num_local_cores,
+            num_stacks=num_stacks,
+            tables=tuple(
+                TableGeometry(*ints[at : at + TABLE_INTS])
+                for at in range(HEADER_INTS, first_feature, TABLE_INTS)
+            ),
+            features=tuple(
+                FeatureGeometry(*ints[at : at + FEATURE_INTS])
+                for at in range(first_feature, end, FEATURE_INTS)
+            ),
+        )
