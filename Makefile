@@ -1,0 +1,79 @@
+# Everything runs in one virtual environment with pinned packages. Stamp files inside it remember what is
+# installed, so nothing is done twice; editing a C++ file recompiles it at the next target that needs it.
+PYTHON ?= python3.11
+VENV ?= .venv
+BIN := $(VENV)/bin
+PIP := $(BIN)/python -m pip --disable-pip-version-check --no-input
+RUN ?= runs/ml-100k
+JOBS ?= 2
+
+.DEFAULT_GOAL := help
+.PHONY: help demo test test-slow lint format bench docs build sanitize clean
+
+help: ## say what there is
+	@sed -nE 's/^([a-z-]+):.*## (.*)/  make \1\t\2/p' $(MAKEFILE_LIST) | expand -t 20
+
+demo: $(VENV)/.package ## train DLRM v2 on MovieLens ml-100k and compare it with plain TorchRec
+	$(BIN)/python examples/dlrm_v2/train.py --data ml-100k --epochs 3 --compare-torchrec --out $(RUN)
+
+test: $(VENV)/.package ## the fast tests, a few minutes
+	$(BIN)/pytest -m "not slow"
+
+test-slow: $(VENV)/.package ## the tests that take minutes each
+	$(BIN)/pytest -m slow
+
+lint: $(VENV)/.package ## formatting, style, types, floors
+	$(BIN)/ruff check .
+	$(BIN)/ruff format --check .
+	$(BIN)/mypy
+	$(BIN)/lint-imports
+	git ls-files -z '*.cc' '*.h' '*.inc' | xargs -0r $(BIN)/clang-format --dry-run --Werror
+	$(BIN)/python -m torchrec_tpu.sparsecore.rules --check
+
+format: $(VENV)/.package ## rewrite files in the project's style and regenerate the optimizer functors
+	$(BIN)/ruff check --fix .
+	$(BIN)/ruff format .
+	$(BIN)/python -m torchrec_tpu.sparsecore.rules --write
+	git ls-files -z '*.cc' '*.h' '*.inc' | xargs -0r $(BIN)/clang-format -i
+
+bench: $(VENV)/.package ## measure this machine; results are JSON files in benchmarks/results
+	for script in benchmarks/bench_*.py; do $(BIN)/python "$$script" || exit 1; done
+
+docs: $(VENV)/.docs ## build the documentation site into build/site
+	$(BIN)/mkdocs build --strict
+
+build: $(VENV)/.packages ## compile the extension beside its stub, for `PYTHONPATH=. python` with nothing installed
+	$(BIN)/cmake -S csrc -B build/dev -G Ninja -DCMAKE_MAKE_PROGRAM=$(abspath $(BIN))/ninja \
+	  -DPython_EXECUTABLE=$(abspath $(BIN))/python -Dpybind11_DIR="$$($(BIN)/python -m pybind11 --cmakedir)"
+	$(BIN)/cmake --build build/dev -j $(JOBS)
+
+sanitize: sanitize-address,undefined sanitize-thread ## the C++ tests under AddressSanitizer + UBSan, then ThreadSanitizer
+
+sanitize-%: $(VENV)/.packages
+	$(BIN)/cmake -S csrc -B "build/$*" -G Ninja -DCMAKE_MAKE_PROGRAM=$(abspath $(BIN))/ninja \
+	  -DTRTPU_BUILD_PYTHON=OFF -DTRTPU_BUILD_TESTS=ON "-DTRTPU_SANITIZE=$*"
+	$(BIN)/cmake --build "build/$*" -j $(JOBS)
+	$(BIN)/ctest --test-dir "build/$*" --output-on-failure --no-tests=error
+
+clean: ## remove what this file made
+	rm -rf $(VENV) build sparsecore/_native*.so
+
+# The environment. The order matters: torch first and exactly, else torchrec's or another package's range
+# brings a CUDA build of several gigabytes.
+$(VENV)/.packages: requirements/cpu.txt requirements/no-deps.txt requirements/build.txt requirements/dev.txt
+	test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
+	$(PIP) install --quiet -r requirements/cpu.txt
+	$(PIP) install --quiet --no-deps -r requirements/no-deps.txt
+	$(PIP) install --quiet -r requirements/build.txt -r requirements/dev.txt
+	touch $@
+
+# Editable: Python files are used where they are; `pip install` compiles the C++ core, incrementally.
+CORE := $(wildcard csrc/CMakeLists.txt csrc/*.cc csrc/bindings/*.cc csrc/bindings/*.h csrc/include/trtpu/*)
+$(VENV)/.package: $(VENV)/.packages pyproject.toml $(CORE)
+	CMAKE_BUILD_PARALLEL_LEVEL=$(JOBS) $(PIP) install --quiet --no-build-isolation --no-deps \
+	  --config-settings=cmake.define.TRTPU_WERROR=ON --editable .
+	touch $@
+
+$(VENV)/.docs: $(VENV)/.package requirements/docs.txt
+	$(PIP) install --quiet -r requirements/docs.txt
+	touch $@
