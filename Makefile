@@ -62,9 +62,8 @@ clean: ## remove what this file made
 # brings a CUDA build of several gigabytes.
 $(VENV)/.packages: requirements/cpu.txt requirements/no-deps.txt requirements/build.txt requirements/dev.txt
 	test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
-	$(PIP) install --quiet -r requirements/cpu.txt
+	$(PIP) install --quiet -r requirements/cpu.txt -r requirements/build.txt -r requirements/dev.txt
 	$(PIP) install --quiet --no-deps -r requirements/no-deps.txt
-	$(PIP) install --quiet -r requirements/build.txt -r requirements/dev.txt
 	touch $@
 
 # Editable: Python files are used where they are; `pip install` compiles the C++ core, incrementally.
