@@ -8,7 +8,11 @@ RUN ?= runs/ml-100k
 JOBS ?= 2
 
 .DEFAULT_GOAL := help
-.PHONY: help demo test test-slow lint format bench docs build sanitize clean
+.PHONY: help demo test test-slow lint format bench docs build sanitize aarch64 clean
+
+CMAKE := $(BIN)/cmake -S csrc -G Ninja -DCMAKE_MAKE_PROGRAM=$(abspath $(BIN))/ninja
+CORE_ONLY := -DTRTPU_BUILD_PYTHON=OFF -DTRTPU_BUILD_TESTS=ON
+CTEST := $(BIN)/ctest --output-on-failure --no-tests=error
 
 help: ## say what there is
 	@sed -nE 's/^([a-z-]+):.*## (.*)/  make \1\t\2/p' $(MAKEFILE_LIST) | expand -t 20
@@ -43,17 +47,24 @@ docs: $(VENV)/.docs ## build the documentation site into build/site
 	$(BIN)/mkdocs build --strict
 
 build: $(VENV)/.packages ## compile the extension beside its stub, for `PYTHONPATH=. python` with nothing installed
-	$(BIN)/cmake -S csrc -B build/dev -G Ninja -DCMAKE_MAKE_PROGRAM=$(abspath $(BIN))/ninja \
-	  -DPython_EXECUTABLE=$(abspath $(BIN))/python -Dpybind11_DIR="$$($(BIN)/python -m pybind11 --cmakedir)"
+	$(CMAKE) -B build/dev -DPython_EXECUTABLE=$(abspath $(BIN))/python \
+	  -Dpybind11_DIR="$$($(BIN)/python -m pybind11 --cmakedir)"
 	$(BIN)/cmake --build build/dev -j $(JOBS)
 
-sanitize: sanitize-address,undefined sanitize-thread ## the C++ tests under AddressSanitizer + UBSan, then ThreadSanitizer
+sanitize: sanitize-address,undefined sanitize-thread ## the C++ tests under ASan + UBSan, then TSan
 
 sanitize-%: $(VENV)/.packages
-	$(BIN)/cmake -S csrc -B "build/$*" -G Ninja -DCMAKE_MAKE_PROGRAM=$(abspath $(BIN))/ninja \
-	  -DTRTPU_BUILD_PYTHON=OFF -DTRTPU_BUILD_TESTS=ON "-DTRTPU_SANITIZE=$*"
+	$(CMAKE) -B "build/$*" $(CORE_ONLY) "-DTRTPU_SANITIZE=$*"
 	$(BIN)/cmake --build "build/$*" -j $(JOBS)
-	$(BIN)/ctest --test-dir "build/$*" --output-on-failure --no-tests=error
+	$(CTEST) --test-dir "build/$*"
+
+# Debian: apt-get install g++-aarch64-linux-gnu qemu-user
+aarch64: $(VENV)/.packages ## cross-compile the C++ core and run its tests under emulation
+	$(CMAKE) -B build/aarch64 $(CORE_ONLY) -DCMAKE_SYSTEM_NAME=Linux -DCMAKE_SYSTEM_PROCESSOR=aarch64 \
+	  -DCMAKE_CXX_COMPILER=aarch64-linux-gnu-g++ \
+	  "-DCMAKE_CROSSCOMPILING_EMULATOR=qemu-aarch64;-L;/usr/aarch64-linux-gnu"
+	$(BIN)/cmake --build build/aarch64 -j $(JOBS)
+	$(CTEST) --test-dir build/aarch64
 
 clean: ## remove what this file made
 	rm -rf $(VENV) build sparsecore/_native*.so
