@@ -173,8 +173,7 @@ class OptimizerSpec:
     Attributes:
         name: one of OPTIMIZERS.
         lr: learning rate; what a schedule changes is passed to `operands`, not stored here.
-        hyper: the optimizer's other settings as (name, value) pairs; a mapping is accepted, and
-            what it leaves out takes its default.
+        hyper: the optimizer's other settings by name; what is left out takes its default.
         weight_decay: factor of the decay; 0 turns it off.
         weight_decay_mode: "l2" adds weight_decay * row to the gradient, "decoupled" multiplies the
             row by 1 - lr * weight_decay first (as AdamW).
@@ -194,7 +193,7 @@ class OptimizerSpec:
 
     name: str
     lr: float
-    hyper: tuple[tuple[str, float], ...] = ()
+    hyper: Mapping[str, float] = dataclasses.field(default_factory=dict, hash=False)
     weight_decay: float = 0.0
     weight_decay_mode: WeightDecayMode = "l2"
     max_gradient: float | None = None
@@ -208,13 +207,12 @@ class OptimizerSpec:
                 f"{get_args(WeightDecayMode)}"
             )
         defaults = {k: v for k, v in RULES[self.name].hyper.items() if k != "lr"}
-        given = dict(self.hyper)
-        if unknown := given.keys() - defaults.keys():
+        if unknown := self.hyper.keys() - defaults.keys():
             raise OptimizerError(
                 f"{self.name} has no setting {', '.join(map(repr, sorted(unknown)))}; it has "
                 f"{', '.join(('lr', *defaults, 'weight_decay', 'max_gradient'))}"
             )
-        hyper = tuple((k, self._checked(k, given.get(k, v))) for k, v in defaults.items())
+        hyper = {k: self._checked(k, self.hyper.get(k, v)) for k, v in defaults.items()}
         object.__setattr__(self, "hyper", hyper)
         for field in ("lr", "weight_decay"):
             object.__setattr__(self, field, self._checked(field, getattr(self, field)))
@@ -229,7 +227,7 @@ class OptimizerSpec:
     def _checked(self, field: str, value: object) -> float:
         """`value` as a float, if it is a number that `field` may hold."""
         below = 1.0 if field.startswith("beta") else math.inf
-        if isinstance(value, Real) and not isinstance(value, bool) and 0 <= float(value) < below:
+        if isinstance(value, Real) and 0 <= float(value) < below:
             return float(value)
         raise OptimizerError(
             f"{self.name}: {field}={value!r} is not a number "
@@ -261,15 +259,15 @@ class OptimizerSpec:
             raise OptimizerError(
                 f"{self.name}: step={step} and lr={lr}; steps count from 1, lr must be finite"
             )
-        hyper = {**dict(self.hyper), "lr": lr, "weight_decay": self.weight_decay}
+        hyper = {**self.hyper, "lr": lr, "weight_decay": self.weight_decay}
         return np.array(self.rule.prepare(step, hyper), np.float32)
 
     def initial_value(self, slot: Slot) -> float:
         """What every element of a state array holds before the first update."""
-        return dict(self.hyper)[slot.init] if isinstance(slot.init, str) else slot.init
+        return self.hyper[slot.init] if isinstance(slot.init, str) else slot.init
 
     def __repr__(self) -> str:
-        settings = {"lr": self.lr, **dict(self.hyper)}
+        settings = {"lr": self.lr, **self.hyper}
         if self.weight_decay:
             settings["weight_decay"] = self.weight_decay
         words = [f"{k}={v!r}" for k, v in settings.items()]
@@ -356,7 +354,7 @@ def adagrad(
     return OptimizerSpec(
         name="adagrad",
         lr=lr,
-        hyper=(("eps", eps), ("initial_accumulator_value", initial_accumulator_value)),
+        hyper={"eps": eps, "initial_accumulator_value": initial_accumulator_value},
         weight_decay=weight_decay,
         weight_decay_mode=weight_decay_mode,
         max_gradient=max_gradient,
@@ -403,7 +401,7 @@ def rowwise_adagrad(
     return OptimizerSpec(
         name="rowwise_adagrad",
         lr=lr,
-        hyper=(("eps", eps), ("initial_accumulator_value", initial_accumulator_value)),
+        hyper={"eps": eps, "initial_accumulator_value": initial_accumulator_value},
         weight_decay=weight_decay,
         weight_decay_mode=weight_decay_mode,
         max_gradient=max_gradient,
@@ -454,7 +452,7 @@ def adam(
     return OptimizerSpec(
         name="adam",
         lr=lr,
-        hyper=(("beta1", beta1), ("beta2", beta2), ("eps", eps)),
+        hyper={"beta1": beta1, "beta2": beta2, "eps": eps},
         weight_decay=weight_decay,
         weight_decay_mode=weight_decay_mode,
         max_gradient=max_gradient,

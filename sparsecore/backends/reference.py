@@ -1,0 +1,156 @@
+"""The semantics of lookups and fused updates, in plain NumPy: slow, clear, and the oracle."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import NamedTuple
+
+import numpy as np
+from numpy.typing import NDArray
+
+from torchrec_tpu.sparsecore.batch import (
+    Float32Array,
+    StackBuffers,
+)
+from torchrec_tpu.sparsecore.geometry import FeatureGeometry, Geometry, TableGeometry
+from torchrec_tpu.sparsecore.layout import round_up
+from torchrec_tpu.sparsecore.optimizers import RULES
+from torchrec_tpu.sparsecore.rules import apply
+
+# Shape suffixes: E entries (ids that buffers hold, padding left out), U distinct rows, D dim.
+
+
+class _Entries(NamedTuple):
+    """The ids of one table in a batch, ordered by source core, then as in the buffers."""
+
+    rows_E: NDArray[np.int64]  # logical
+    vectors_E: NDArray[np.int64]  # first float of the sample's vector in the flat output
+    gains_E: Float32Array
+
+
+class ReferenceBackend:
+    """NumPy on host memory; same bits as the CPU backend."""
+
+    name = "reference"
+
+    def why_unavailable(self) -> str | None:
+        """None: NumPy is always there."""
+        return None
+
+    def lookup(
+        self,
+        buffers: Sequence[StackBuffers],
+        tables: Sequence[Float32Array],
+        geometry: Geometry,
+        out: Float32Array,
+    ) -> None:
+        """See Backend.lookup."""
+        entries = _unpack(buffers, geometry)
+        for table in geometry.tables:
+            for feature in _features_of(table, geometry):
+                starts = feature.out_offset + np.arange(feature.num_samples) * feature.out_stride
+                out[_elements(starts, table.dim)] = 0
+        for table, weights, ids in zip(geometry.tables, tables, entries, strict=True):
+            terms_ED = ids.gains_E[:, None] * weights[ids.rows_E]
+            np.add.at(out, _elements(ids.vectors_E, table.dim), terms_ED)
+
+    def update(
+        self,
+        grad: Float32Array,
+        buffers: Sequence[StackBuffers],
+        tables: Sequence[Float32Array],
+        slots: Sequence[Sequence[Float32Array]],
+        operands: Float32Array,
+        geometry: Geometry,
+        rule: str,
+        max_gradient: float | None,
+    ) -> None:
+        """See Backend.update."""
+        if rule not in RULES:
+            raise NotImplementedError(f"no rule is named {rule!r}; there are {', '.join(RULES)}")
+        entries = _unpack(buffers, geometry)
+        for t, (table, ids) in enumerate(zip(geometry.tables, entries, strict=True)):
+            grad_ED = grad[_elements(ids.vectors_E, table.dim)]
+            if max_gradient is not None:
+                limit = np.float32(max_gradient)
+                grad_ED = np.clip(grad_ED, -limit, limit)
+            rows_U, index_E = np.unique(ids.rows_E, return_inverse=True)
+            grad_UD = np.zeros((len(rows_U), table.dim), np.float32)
+            np.add.at(grad_UD, index_E, ids.gains_E[:, None] * grad_ED)
+            arrays = (tables[t], *slots[t])
+            row_UD, *slots_U = (array[rows_U] for array in arrays)
+            for array, new_U in zip(
+                arrays, apply(RULES[rule], grad_UD, row_UD, slots_U, operands[t]), strict=True
+            ):
+                array[rows_U] = new_U
+
+
+def _features_of(table: TableGeometry, geometry: Geometry) -> tuple[FeatureGeometry, ...]:
+    return geometry.features[table.first_feature : table.first_feature + table.num_features]
+
+
+def _elements(starts_E: NDArray[np.int64], dim: int) -> NDArray[np.int64]:
+    """(E, D) positions of the vectors that start there."""
+    return starts_E[:, None] + np.arange(dim)
+
+
+def _unpack(buffers: Sequence[StackBuffers], geometry: Geometry) -> list[_Entries]:
+    """The ids of every table. Ids of tables that `geometry` leaves out are passed over.
+
+    Raises:
+        ValueError: a buffer names a row, or a sample, that its table does not have.
+    """
+    slots = [_filled_slots(stack, geometry) for stack in buffers]
+    return [
+        _entries(table, buffers[table.stack], *slots[table.stack], geometry)
+        for table in geometry.tables
+    ]
+
+
+def _filled_slots(
+    stack: StackBuffers, geometry: Geometry
+) -> tuple[NDArray[np.int64], NDArray[np.int64], NDArray[np.int64]]:
+    """(slot, source core, partition) of every id of a stack; padding is passed over."""
+    pointers = stack.row_pointers.reshape(geometry.num_local_cores, -1)
+    slots_per_core = len(stack.embedding_ids) // geometry.num_local_cores
+    runs = []
+    for core, ends in enumerate(pointers[:, : geometry.num_cores]):
+        start = 0
+        for partition, end in enumerate(ends.tolist()):
+            slot = core * slots_per_core + np.arange(start, end)
+            runs.append((slot, np.full_like(slot, core), np.full_like(slot, partition)))
+            start = round_up(end, 8)
+    slots, cores, partitions = (np.concatenate(parts) for parts in zip(*runs, strict=True))
+    return slots, cores, partitions
+
+
+def _entries(
+    table: TableGeometry,
+    stack: StackBuffers,
+    slots: NDArray[np.int64],
+    cores: NDArray[np.int64],
+    partitions: NDArray[np.int64],
+    geometry: Geometry,
+) -> _Entries:
+    """Those of a stack's ids that belong to one table, as logical rows and output positions."""
+    num_cores = geometry.num_cores
+    local = stack.embedding_ids[slots].astype(np.int64) - table.row_offset
+    mine = (local >= 0) & (local < round_up(table.num_embeddings, 8 * num_cores) // num_cores)
+    local, slots, cores, partitions = (a[mine] for a in (local, slots, cores, partitions))
+    rows = local * num_cores + (partitions - table.rotation) % num_cores
+    samples = stack.sample_ids[slots]
+    vectors = np.full(len(slots), -1, np.int64)
+    for feature in _features_of(table, geometry):
+        sample = samples - feature.sample_offset
+        number = cores * feature.samples_per_core + sample
+        inside = (
+            (sample >= 0) & (sample < feature.samples_per_core) & (number < feature.num_samples)
+        )
+        vectors[inside] = feature.out_offset + number[inside] * feature.out_stride
+    if (rows >= table.num_embeddings).any() or (vectors < 0).any():
+        raise ValueError(
+            f"the buffers do not fit the geometry: an id of the table of {table.num_embeddings} "
+            f"rows at row {table.row_offset} of stack {table.stack} is beyond its last row, or in "
+            "a sample that none of its features has"
+        )
+    return _Entries(rows, vectors, stack.gains[slots])
