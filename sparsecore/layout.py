@@ -344,10 +344,10 @@ class Layout:
         )
 
     def __repr__(self) -> str:
+        last = self.first_local_device + self.num_local_devices - 1
         lines = [
-            f"Layout: {len(self.tables)} tables in {len(self.stacks)} stacks on {self.num_devices} "
-            f"devices x {self.cores_per_device} cores; {self.num_local_devices} devices from "
-            f"{self.first_local_device} on are local"
+            f"Layout: {len(self.tables)} tables on {self.num_devices} devices x "
+            f"{self.cores_per_device} cores, local devices {self.first_local_device}..{last}"
         ]
         for stack in self.stacks:
             lines.append(
