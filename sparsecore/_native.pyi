@@ -1,8 +1,119 @@
 """The typed face of the C++ extension."""
 
+import numpy as np
+import numpy.typing as npt
+
 class ThreadPool:
     """Worker threads that keep their scratch between batches."""
 
     def __init__(self, num_threads: int) -> None: ...
     @property
     def num_threads(self) -> int: ...
+
+class Partition:
+    """What one batch asks of the buffers.
+
+    Legend: F features and T tables in stack order, C local cores, P partitions.
+
+    Attributes:
+        samples_per_core: (F) samples of each feature on one core, padded.
+        num_samples: (F) samples of each feature on all local cores.
+        ids: (num_stacks, C, P) distinct (row, sample) pairs that each core sends to each partition.
+        unique_ids: (num_stacks, C, P) distinct rows among them.
+        table_max_ids: (T) the largest number of pairs of one table in a partition of a core.
+        table_max_unique_ids: (T) the same of its rows.
+        num_invalid: (F) ids that were clamped or dropped.
+        error: None, or what is wrong with the KJT; everything else is then unspecified:
+            ("length", KJT column, sample, position in lengths, length),
+            ("offset", KJT column, sample, position in offsets, offset),
+            ("total", -1, -1, number of bags, ids that the bags ask for),
+            ("id", feature in stack order, sample, position inside the bag, id).
+            The first one in KJT order; lengths and offsets are looked at before ids.
+    """
+
+    @property
+    def samples_per_core(self) -> npt.NDArray[np.int64]: ...
+    @property
+    def num_samples(self) -> npt.NDArray[np.int64]: ...
+    @property
+    def ids(self) -> npt.NDArray[np.int32]: ...
+    @property
+    def unique_ids(self) -> npt.NDArray[np.int32]: ...
+    @property
+    def table_max_ids(self) -> npt.NDArray[np.int32]: ...
+    @property
+    def table_max_unique_ids(self) -> npt.NDArray[np.int32]: ...
+    @property
+    def num_invalid(self) -> npt.NDArray[np.int64]: ...
+    @property
+    def error(self) -> tuple[str, int, int, int, int] | None: ...
+
+class Partitioner:
+    """Sorts, merges and packs KJT batches for one layout; keeps its scratch between them.
+
+    Args:
+        tables: (T, 6) stack, num_embeddings, row_offset, rotation, first_feature, num_features.
+        combiners: (F) 0 sum, 1 mean, 2 sqrtn, 3 none (sequence).
+        num_stacks, num_cores, num_local_cores: see sparsecore/layout.py.
+        pool: shared with whoever likes.
+
+    Raises:
+        ValueError: tables that contradict each other, or rows that int32 cannot number.
+    """
+
+    def __init__(
+        self,
+        tables: npt.NDArray[np.int64],
+        combiners: npt.NDArray[np.int32],
+        num_stacks: int,
+        num_cores: int,
+        num_local_cores: int,
+        pool: ThreadPool,
+    ) -> None: ...
+    def partition(
+        self,
+        values: npt.NDArray[np.int32] | npt.NDArray[np.int64],
+        lengths: npt.NDArray[np.int32] | npt.NDArray[np.int64] | None,
+        offsets: npt.NDArray[np.int32] | npt.NDArray[np.int64] | None,
+        weights: npt.NDArray[np.float32] | None,
+        key_of_feature: npt.NDArray[np.int32],
+        num_keys: int,
+        batch_size: int,
+        padded_batch_size: int,
+        id_policy: int,
+    ) -> Partition:
+        """Sorts and merges one batch; nothing of it is borrowed after the return.
+
+        Args:
+            values: (N) ids, at most 2^31 - 1.
+            lengths: (num_keys * batch_size), or
+            offsets: (num_keys * batch_size + 1) from 0 to N.
+            weights: (N) or None.
+            key_of_feature: (F) KJT column of each feature.
+            num_keys: columns of the KJT.
+            batch_size: samples in it.
+            padded_batch_size: a multiple of the local cores, at least batch_size.
+            id_policy: ids outside their table 0 are an error, 1 become row 0, 2 leave their bag (in
+                a sequence the position stays, without an entry).
+
+        Raises:
+            TypeError, ValueError: arrays of the wrong dtype, shape or size; more than int32 can
+                number. What is wrong with the data comes back as Partition.error.
+        """
+
+    def pack(
+        self,
+        row_pointers: list[npt.NDArray[np.int32]],
+        embedding_ids: list[npt.NDArray[np.int32]],
+        sample_ids: list[npt.NDArray[np.int32]],
+        gains: list[npt.NDArray[np.float32]],
+    ) -> None:
+        """Writes the last partition() into one array of each kind per stack, as often as wanted.
+
+        Core c has pointers [c * max(P, 8), ...) and slots [c * N / C, (c + 1) * N / C); slots after
+        its last aligned partition keep what they held.
+
+        Raises:
+            TypeError, ValueError: arrays of the wrong dtype or size, too few slots, no partition()
+                that succeeded. Nothing is written then.
+        """

@@ -3,4 +3,5 @@
 PYBIND11_MODULE(_native, m) {
   m.doc() = "C++ kernels of torchrec_tpu: host preprocessing and CPU execution.";
   trtpu::RegisterThreadPool(m);
+  trtpu::RegisterPreprocess(m);
 }

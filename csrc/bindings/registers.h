@@ -7,6 +7,7 @@
 namespace trtpu {
 
 void RegisterThreadPool(pybind11::module_& m);
+void RegisterPreprocess(pybind11::module_& m);
 
 }  // namespace trtpu
 

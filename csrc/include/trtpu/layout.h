@@ -1,0 +1,58 @@
+// Where every id lives: the native side of sparsecore/layout.py.
+#ifndef TRTPU_LAYOUT_H_
+#define TRTPU_LAYOUT_H_
+
+#include <cstdint>
+#include <string>
+#include <vector>
+
+namespace trtpu {
+
+enum class Combiner : std::int32_t { kSum = 0, kMean = 1, kSqrtN = 2, kNone = 3 };
+
+struct TableLayout {
+  std::int32_t stack;
+  std::int64_t num_embeddings;
+  std::int64_t row_offset;  // rows of every core that belong to tables before this one in the stack
+  std::int64_t rotation;
+  std::int32_t
+      first_feature;  // the table's features are [first_feature, first_feature + num_features)
+  std::int32_t num_features;
+};
+
+struct Layout {
+  std::vector<TableLayout> tables;  // stack order
+  std::vector<Combiner> combiners;  // one per feature, stack order
+  std::int32_t num_stacks;
+  std::int32_t num_cores;        // partitions
+  std::int32_t num_local_cores;  // source cores of this process
+
+  [[nodiscard]] std::int32_t num_tables() const { return static_cast<std::int32_t>(tables.size()); }
+  [[nodiscard]] std::int32_t num_features() const {
+    return static_cast<std::int32_t>(combiners.size());
+  }
+};
+
+// What contradicts itself in `layout`; empty when nothing does.
+[[nodiscard]] std::string CheckLayout(const Layout& layout);
+
+// Maps ids of one table to sort keys: id -> partition << row_bits | row, with
+// partition = (id + rotation) mod num_cores, row = id div num_cores (without the table's
+// row_offset). Plain numbers, so that every vector kernel can use them.
+struct KeyMap {
+  std::uint64_t num_embeddings;
+  std::uint64_t num_cores;
+  std::uint64_t rotation;
+  std::uint64_t reciprocal;  // id * reciprocal >> reciprocal_shift == id div num_cores, id < 2^31
+  std::int32_t reciprocal_shift;
+  std::int32_t core_bits;  // bits of the largest partition
+  std::int32_t row_bits;   // bits of the largest row
+  bool power_of_two;       // num_cores is: shifts and masks do
+  bool narrow;             // keys fit 32 bits, and ids 31 where the reciprocal is needed
+};
+
+[[nodiscard]] KeyMap MakeKeyMap(const TableLayout& table, std::int32_t num_cores);
+
+}  // namespace trtpu
+
+#endif  // TRTPU_LAYOUT_H_

@@ -1,0 +1,628 @@
+#include "trtpu/partition.h"
+
+#include <algorithm>
+#include <bit>
+#include <cmath>
+#include <cstdint>
+#include <cstring>
+#include <limits>
+#include <memory>
+#include <numeric>
+#include <span>
+#include <utility>
+#include <vector>
+
+#include "partition_state.h"
+
+namespace trtpu {
+namespace {
+
+constexpr std::int64_t kInt32Max = std::numeric_limits<std::int32_t>::max();
+constexpr std::int64_t kInsertionSortSize = 32;
+
+Slice SliceOf(const PartitionState& state, const KjtView& kjt, std::int64_t feature,
+              std::int64_t core) {
+  const std::size_t f = static_cast<std::size_t>(feature);
+  const std::int64_t first = std::min(core * state.samples_per_core[f], state.num_samples[f]);
+  const std::int64_t last = std::min(first + state.samples_per_core[f], state.num_samples[f]);
+  const std::int32_t* starts = state.starts.data() + kjt.key_of_feature[f] * kjt.batch_size;
+  const bool is_sequence = state.layout.combiners[f] == Combiner::kNone;
+  const std::int64_t first_id = is_sequence ? starts[0] + first : starts[first];
+  return {.ids = kjt.values,
+          .weights = is_sequence ? nullptr : kjt.weights,
+          .starts = is_sequence ? nullptr : starts + first,
+          .first_id = first_id,
+          .num_ids = is_sequence ? last - first : starts[last] - first_id,
+          .num_samples = last - first,
+          .first_sample = state.first_sample[f],
+          .combiner = state.layout.combiners[f]};
+}
+
+// The divisor of a bag's gains; 0 where the gains are to be 0. Sums run in order, in float32.
+float Divisor(Combiner combiner, const float* weights, std::int64_t size) {
+  switch (combiner) {
+    case Combiner::kMean: {
+      float sum = 0;
+      for (std::int64_t i = 0; i < size; ++i) sum += weights[i];
+      return sum;
+    }
+    case Combiner::kSqrtN: {
+      float sum = 0;
+      for (std::int64_t i = 0; i < size; ++i) {
+        const double weight = weights[i];
+        sum = static_cast<float>(sum + weight * weight);
+      }
+      return std::sqrt(sum);
+    }
+    default:
+      return 1;
+  }
+}
+
+// Appends one value per id: bits of its gain << 32 | sample.
+void AddOccurrences(const Slice& slice, std::uint64_t* occurrences) {
+  const auto pack = [](float gain, std::int64_t sample) {
+    return static_cast<std::uint64_t>(std::bit_cast<std::uint32_t>(gain)) << 32 |
+           static_cast<std::uint32_t>(sample);
+  };
+  for (std::int64_t s = 0; s < slice.num_samples; ++s) {
+    const std::int64_t begin = slice.starts == nullptr ? s : slice.starts[s];
+    const std::int64_t size = slice.starts == nullptr ? 1 : slice.starts[s + 1] - begin;
+    const std::int64_t sample = slice.first_sample + s;
+    if (slice.weights == nullptr) {
+      for (std::int64_t i = 0; i < size; ++i) *occurrences++ = pack(1, sample);
+      continue;
+    }
+    const float* weights = slice.weights + begin;
+    const float divisor = Divisor(slice.combiner, weights, size);
+    for (std::int64_t i = 0; i < size; ++i) {
+      *occurrences++ = pack(divisor == 0 ? 0 : weights[i] / divisor, sample);
+    }
+  }
+}
+
+// One gain per sample, without weights.
+void AddSampleGains(const Slice& slice, float* gains) {
+  for (std::int64_t s = 0; s < slice.num_samples; ++s) {
+    const float size =
+        slice.starts == nullptr ? 1 : static_cast<float>(slice.starts[s + 1] - slice.starts[s]);
+    switch (slice.combiner) {
+      case Combiner::kMean:
+        gains[s] = 1.0f / size;  // an empty bag's gain is not used
+        break;
+      case Combiner::kSqrtN:
+        gains[s] = 1.0f / std::sqrt(size);
+        break;
+      default:
+        gains[s] = 1;
+    }
+  }
+}
+
+// Walks a slice's samples, id by id.
+class SampleCursor {
+ public:
+  explicit SampleCursor(const Slice& slice) : slice_(slice), at_(slice.first_id) {}
+
+  // The samples of the next n ids.
+  void Next(std::int64_t n, std::uint32_t* samples) {
+    if (slice_.starts == nullptr) {
+      std::iota(samples, samples + n,
+                slice_.first_sample + static_cast<std::uint32_t>(at_ - slice_.first_id));
+      at_ += n;
+      return;
+    }
+    const std::int64_t end = at_ + n;
+    while (at_ < end) {
+      const std::int64_t bag_end = slice_.starts[sample_ + 1];
+      const std::int64_t stop = std::min(bag_end, end);
+      const std::uint32_t row = slice_.first_sample + static_cast<std::uint32_t>(sample_);
+      for (; at_ < stop; ++at_) *samples++ = row;
+      if (stop == bag_end) ++sample_;
+    }
+  }
+
+ private:
+  const Slice& slice_;
+  std::int64_t at_;
+  std::int64_t sample_ = 0;
+};
+
+RadixPlan PlanOf(std::int64_t size, std::int32_t key_bits) {
+  const std::int32_t widest = size < 1500 ? 8 : kMaxDigitBits;
+  const std::int32_t num_digits = (key_bits + widest - 1) / widest;
+  return {num_digits, num_digits == 0 ? 0 : (key_bits + num_digits - 1) / num_digits};
+}
+
+// Entries of ids [first, first + n); see PartitionKernels.
+bool MakeEntries(const PartitionKernels& kernels, const IntArray& ids, std::int64_t first,
+                 const std::uint32_t* low, std::int64_t n, const KeyMap& map,
+                 std::uint64_t* entries) {
+  return ids.is_64bit ? kernels.make_entries_i64(static_cast<const std::int64_t*>(ids.data) + first,
+                                                 low, n, map, entries)
+                      : kernels.make_entries_i32(static_cast<const std::int32_t*>(ids.data) + first,
+                                                 low, n, map, entries);
+}
+
+// What one item needs to be sorted.
+struct ItemContext {
+  const PartitionKernels& kernels;
+  const KeyMap& map;
+  PartitionItem& item;
+  PartitionScratch& scratch;
+  std::uint64_t* run;        // out (size)
+  float* run_gains;          // out (size); kPerId
+  float* sample_gains;       // out; kPerSample
+  std::int32_t* run_ends;    // out (P)
+  std::int32_t* ids;         // out (P)
+  std::int32_t* unique_ids;  // out (P)
+};
+
+// Low halves of the next n entries: samples, or indices where each occurrence has its own gain.
+void NextLow(GainKind gains, SampleCursor& cursor, std::int64_t index, std::int64_t n,
+             std::uint32_t* low) {
+  if (gains == GainKind::kPerId) {
+    std::iota(low, low + n, static_cast<std::uint32_t>(index));
+  } else {
+    cursor.Next(n, low);
+  }
+}
+
+// Makes and sorts the entries, 32-bit keys. Returns false when an id was outside the table.
+bool SortNarrow(ItemContext& c, std::span<const Slice> slices) {
+  const RadixPlan plan = PlanOf(c.item.size, c.map.core_bits + c.map.row_bits);
+  const bool is_small = c.item.size <= kInsertionSortSize;
+  std::uint32_t* histogram = c.scratch.histogram;
+  if (!is_small) {
+    std::memset(histogram, 0, sizeof(std::uint32_t) * plan.num_digits << plan.digit_bits);
+  }
+  // Start where the last pass ends in the run.
+  std::uint64_t* from = is_small || plan.num_digits % 2 == 0 ? c.run : c.scratch.entries.data();
+  std::uint64_t* to = from == c.run ? c.scratch.entries.data() : c.run;
+  bool outside = false;
+  std::int64_t at = 0;
+  for (const Slice& slice : slices) {
+    SampleCursor cursor(slice);
+    for (std::int64_t i = 0; i < slice.num_ids; i += kBlock) {
+      const std::int64_t n = std::min<std::int64_t>(kBlock, slice.num_ids - i);
+      NextLow(c.item.gains, cursor, at, n, c.scratch.low);
+      outside |=
+          MakeEntries(c.kernels, slice.ids, slice.first_id + i, c.scratch.low, n, c.map, from + at);
+      if (!is_small) c.kernels.count_digits(from + at, n, plan, histogram);
+      at += n;
+    }
+  }
+  if (outside) return false;
+  const std::int64_t size = c.item.size;
+  if (is_small) {
+    for (std::int64_t i = 1; i < size; ++i) {  // by the whole entry: low halves rise in input order
+      const std::uint64_t entry = from[i];
+      std::int64_t k = i;
+      for (; k > 0 && from[k - 1] > entry; --k) from[k] = from[k - 1];
+      from[k] = entry;
+    }
+    return true;
+  }
+  const std::uint32_t mask = (1u << plan.digit_bits) - 1;
+  for (std::int32_t digit = 0; digit < plan.num_digits; ++digit) {
+    const std::int32_t shift = 32 + digit * plan.digit_bits;
+    std::uint32_t* next = histogram + (static_cast<std::int64_t>(digit) << plan.digit_bits);
+    if (next[(from[0] >> shift) & mask] == size) continue;  // all have the same digit
+    std::exclusive_scan(next, next + mask + 1, next, 0u);
+    c.kernels.scatter(from, size, shift, mask, next, to);
+    std::swap(from, to);
+  }
+  if (from != c.run) std::memcpy(c.run, from, sizeof(*from) * static_cast<std::size_t>(size));
+  return true;
+}
+
+// Ends of the partitions in a sorted run with 32-bit keys.
+void FindRunEnds(const ItemContext& c, std::int32_t num_cores) {
+  const std::int64_t size = c.item.size;
+  std::int64_t end = 0;
+  for (std::int64_t p = 0; p + 1 < num_cores; ++p) {
+    const std::uint64_t limit = static_cast<std::uint64_t>(p + 1) << (32 + c.map.row_bits);
+    std::int64_t step = 16, low = end;
+    while (low + step < size && c.run[low + step] < limit) {
+      low += step;
+      step *= 2;
+    }
+    end = std::lower_bound(c.run + low, c.run + std::min(low + step, size), limit) - c.run;
+    c.run_ends[p] = static_cast<std::int32_t>(end);
+  }
+  c.run_ends[num_cores - 1] = static_cast<std::int32_t>(size);
+}
+
+struct WideEntry {
+  std::uint64_t key;
+  std::uint64_t low;
+  bool operator<(const WideEntry& other) const {
+    return key != other.key ? key < other.key : low < other.low;
+  }
+};
+
+// As SortNarrow with FindRunEnds, for keys of more than 32 bits; rare, so not tuned. The run gets
+// rows as keys.
+bool SortWide(ItemContext& c, std::span<const Slice> slices) {
+  WideEntry* const entries = reinterpret_cast<WideEntry*>(c.scratch.entries.data());
+  std::int64_t at = 0;
+  for (const Slice& slice : slices) {
+    SampleCursor cursor(slice);
+    for (std::int64_t i = 0; i < slice.num_ids; i += kBlock) {
+      const std::int64_t n = std::min<std::int64_t>(kBlock, slice.num_ids - i);
+      NextLow(c.item.gains, cursor, at, n, c.scratch.low);
+      for (std::int64_t k = 0; k < n; ++k) {
+        const std::uint64_t id = static_cast<std::uint64_t>(slice.ids[slice.first_id + i + k]);
+        if (id >= c.map.num_embeddings) return false;
+        const std::uint64_t partition = (id + c.map.rotation) % c.map.num_cores;
+        entries[at + k] = {partition << 32 | id / c.map.num_cores, c.scratch.low[k]};
+      }
+      at += n;
+    }
+  }
+  std::sort(entries, entries + at);
+  std::uint64_t p = 0;
+  for (std::int64_t i = 0; i < at; ++i) {
+    for (; p < entries[i].key >> 32; ++p) c.run_ends[p] = static_cast<std::int32_t>(i);
+    c.run[i] = entries[i].key << 32 | entries[i].low;
+  }
+  for (; p < c.map.num_cores; ++p) c.run_ends[p] = static_cast<std::int32_t>(at);
+  return true;
+}
+
+// Sorts one item and counts its partitions. Returns false when an id was outside the table.
+bool SortItem(ItemContext& c, std::int32_t num_cores, std::span<const Slice> slices) {
+  if (c.map.narrow) {
+    if (!SortNarrow(c, slices)) return false;
+    FindRunEnds(c, num_cores);
+  } else {
+    if (!SortWide(c, slices)) return false;
+  }
+  if (c.item.gains == GainKind::kPerId) {
+    std::uint64_t* const occurrences = c.scratch.occurrences.data();
+    std::int64_t at = 0;
+    for (const Slice& slice : slices) {
+      AddOccurrences(slice, occurrences + at);
+      at += slice.num_ids;
+    }
+    c.kernels.resolve(c.run, c.item.size, occurrences, c.run_gains);
+  } else if (c.item.gains == GainKind::kPerSample) {
+    for (const Slice& slice : slices) {
+      AddSampleGains(slice, c.sample_gains + (slice.first_sample - c.item.first_sample));
+    }
+  }
+  std::int64_t begin = 0;
+  for (std::int64_t p = 0; p < num_cores; ++p) {
+    c.kernels.count_distinct(c.run + begin, c.run_ends[p] - begin, c.ids + p, c.unique_ids + p);
+    begin = c.run_ends[p];
+  }
+  return true;
+}
+
+// Copies a slice without its invalid ids (kDrop) or with row 0 in their place (kClamp); returns the
+// copy, which lives in the three given arrays, and adds to num_invalid.
+Slice Sanitize(const Slice& slice, std::int64_t num_embeddings, IdPolicy policy, std::int64_t* ids,
+               float* weights, std::int32_t* starts, std::int64_t* num_invalid) {
+  std::int32_t size = 0;
+  for (std::int64_t s = 0; s < slice.num_samples; ++s) {
+    const std::int64_t begin = slice.starts == nullptr ? slice.first_id + s : slice.starts[s];
+    const std::int64_t end = slice.starts == nullptr ? begin + 1 : slice.starts[s + 1];
+    starts[s] = size;
+    for (std::int64_t i = begin; i < end; ++i) {
+      const std::int64_t id = slice.ids[i];
+      const bool is_valid = id >= 0 && id < num_embeddings;
+      *num_invalid += !is_valid;
+      if (!is_valid && policy == IdPolicy::kDrop) continue;
+      ids[size] = is_valid ? id : 0;
+      if (slice.weights != nullptr) weights[size] = slice.weights[i];
+      ++size;
+    }
+  }
+  starts[slice.num_samples] = size;
+  Slice valid = slice;
+  valid.ids = {.data = ids, .size = size, .is_64bit = true};
+  valid.weights = slice.weights == nullptr ? nullptr : weights;
+  valid.starts = starts;
+  valid.first_id = 0;
+  valid.num_ids = size;
+  return valid;
+}
+
+// The invalid id that comes first in the KJT (column, then position).
+PartitionProblem FindInvalidId(const PartitionState& state, const KjtView& kjt) {
+  std::vector<std::int64_t> features(static_cast<std::size_t>(state.layout.num_features()));
+  std::iota(features.begin(), features.end(), 0);
+  std::stable_sort(features.begin(), features.end(), [&](std::int64_t a, std::int64_t b) {
+    return kjt.key_of_feature[static_cast<std::size_t>(a)] <
+           kjt.key_of_feature[static_cast<std::size_t>(b)];
+  });
+  PartitionProblem first;
+  std::int64_t first_position = 0, first_key = -1;
+  for (const std::int64_t feature : features) {
+    const std::size_t f = static_cast<std::size_t>(feature);
+    const std::int64_t key = kjt.key_of_feature[f];
+    if (first.kind != PartitionProblem::kNone && key != first_key) break;
+    const std::int64_t num_embeddings =
+        state.layout.tables[static_cast<std::size_t>(state.table_of_feature[f])].num_embeddings;
+    const std::int32_t* starts = state.starts.data() + key * kjt.batch_size;
+    for (std::int64_t i = starts[0]; i < starts[kjt.batch_size]; ++i) {
+      const std::int64_t id = kjt.values[i];
+      if (id >= 0 && id < num_embeddings) continue;
+      if (first.kind == PartitionProblem::kNone || i < first_position) {
+        const std::int64_t bag =
+            std::upper_bound(starts, starts + kjt.batch_size + 1, i) - starts - 1;
+        first = {PartitionProblem::kId, feature, bag, i - starts[bag], id};
+        first_position = i;
+        first_key = key;
+      }
+      break;
+    }
+  }
+  return first;
+}
+
+// Sizes everything for the batch whose `starts` are known.
+PartitionProblem PlanBatch(PartitionState& state, const KjtView& kjt,
+                           std::int64_t padded_batch_size) {
+  const Layout& layout = state.layout;
+  const std::int64_t num_local = layout.num_local_cores;
+  std::vector<std::int64_t>& samples_of_stack = state.samples_of_stack;
+  std::fill(samples_of_stack.begin(), samples_of_stack.end(), 0);
+  std::int64_t begin = 0, gains_begin = 0;
+  for (std::int64_t t = 0; t < layout.num_tables(); ++t) {
+    const TableLayout& table = layout.tables[static_cast<std::size_t>(t)];
+    std::int64_t& stack_samples = samples_of_stack[static_cast<std::size_t>(table.stack)];
+    const std::int64_t first_sample = stack_samples;
+    GainKind gains = GainKind::kOnes;
+    for (std::int64_t f = table.first_feature; f < table.first_feature + table.num_features; ++f) {
+      const std::size_t i = static_cast<std::size_t>(f);
+      const std::int32_t* starts = state.starts.data() + kjt.key_of_feature[i] * kjt.batch_size;
+      if (layout.combiners[i] == Combiner::kNone) {
+        state.num_samples[i] = starts[kjt.batch_size] - starts[0];
+        state.samples_per_core[i] = (state.num_samples[i] + num_local - 1) / num_local;
+      } else {
+        state.num_samples[i] = kjt.batch_size;
+        state.samples_per_core[i] = padded_batch_size / num_local;
+        if (kjt.weights != nullptr) {
+          gains = GainKind::kPerId;
+        } else if (layout.combiners[i] != Combiner::kSum && gains == GainKind::kOnes) {
+          gains = GainKind::kPerSample;
+        }
+      }
+      state.first_sample[i] = static_cast<std::uint32_t>(stack_samples);
+      stack_samples += state.samples_per_core[i];
+      if (stack_samples > kInt32Max) {
+        return {PartitionProblem::kTooLarge, table.stack, -1, -1, stack_samples};
+      }
+    }
+    for (std::int64_t core = 0; core < num_local; ++core) {
+      PartitionItem& item = state.items[static_cast<std::size_t>(t * num_local + core)];
+      item = {.begin = begin,
+              .size = 0,
+              .gains_begin = gains_begin,
+              .first_sample = static_cast<std::uint32_t>(first_sample),
+              .gains = gains,
+              .has_invalid = false};
+      for (std::int64_t f = table.first_feature; f < table.first_feature + table.num_features;
+           ++f) {
+        item.size += SliceOf(state, kjt, f, core).num_ids;
+      }
+      if (item.size > kInt32Max) {
+        return {PartitionProblem::kTooLarge, table.stack, -1, -1, item.size};
+      }
+      begin += item.size;
+      if (gains == GainKind::kPerSample) gains_begin += stack_samples - first_sample;
+    }
+  }
+  state.runs.Reserve(static_cast<std::size_t>(begin));
+  if (kjt.weights != nullptr) state.run_gains.Reserve(static_cast<std::size_t>(begin));
+  state.sample_gains.Reserve(static_cast<std::size_t>(gains_begin));
+
+  std::iota(state.order.begin(), state.order.end(), 0);
+  if (state.pool.num_threads() > 1) {
+    std::sort(state.order.begin(), state.order.end(), [&](std::int64_t a, std::int64_t b) {
+      const std::int64_t size_a = state.items[static_cast<std::size_t>(a)].size;
+      const std::int64_t size_b = state.items[static_cast<std::size_t>(b)].size;
+      return size_a != size_b ? size_a > size_b : a < b;
+    });
+  }
+  std::int64_t largest = 0;
+  for (const PartitionItem& item : state.items) largest = std::max(largest, item.size);
+  const bool all_narrow = std::all_of(state.key_maps.begin(), state.key_maps.end(),
+                                      [](const KeyMap& map) { return map.narrow; });
+  for (PartitionScratch& scratch : state.scratch) {
+    scratch.entries.Reserve(static_cast<std::size_t>(all_narrow ? largest : 2 * largest));
+    if (kjt.weights != nullptr) scratch.occurrences.Reserve(static_cast<std::size_t>(largest));
+  }
+  return {};
+}
+
+ItemContext ContextOf(PartitionState& state, std::int64_t i, int thread) {
+  PartitionItem& item = state.items[static_cast<std::size_t>(i)];
+  const std::int64_t row = i * state.layout.num_cores;
+  return {.kernels = state.kernels,
+          .map = state.key_maps[static_cast<std::size_t>(i / state.layout.num_local_cores)],
+          .item = item,
+          .scratch = state.scratch[static_cast<std::size_t>(thread)],
+          .run = state.runs.data() + item.begin,
+          .run_gains = state.run_gains.data() + item.begin,
+          .sample_gains = state.sample_gains.data() + item.gains_begin,
+          .run_ends = state.run_ends.data() + row,
+          .ids = state.ids.data() + row,
+          .unique_ids = state.unique_ids.data() + row};
+}
+
+std::span<Slice> SlicesOf(const PartitionState& state, const KjtView& kjt, std::int64_t item,
+                          PartitionScratch& scratch) {
+  const std::int64_t num_local = state.layout.num_local_cores;
+  const TableLayout& table = state.layout.tables[static_cast<std::size_t>(item / num_local)];
+  const std::span<Slice> slices(scratch.slices.data(),
+                                static_cast<std::size_t>(table.num_features));
+  for (std::size_t k = 0; k < slices.size(); ++k) {
+    slices[k] =
+        SliceOf(state, kjt, table.first_feature + static_cast<std::int64_t>(k), item % num_local);
+  }
+  return slices;
+}
+
+// Sorts every item; returns whether one of them has an invalid id and is not sorted.
+bool SortItems(PartitionState& state, const KjtView& kjt) {
+  state.pool.Run(static_cast<std::int64_t>(state.order.size()), [&](std::int64_t rank, int thread) {
+    const std::int64_t i = state.order[static_cast<std::size_t>(rank)];
+    ItemContext context = ContextOf(state, i, thread);
+    const std::span<const Slice> slices = SlicesOf(state, kjt, i, context.scratch);
+    context.item.has_invalid = !SortItem(context, state.layout.num_cores, slices);
+  });
+  return std::any_of(state.items.begin(), state.items.end(),
+                     [](const PartitionItem& item) { return item.has_invalid; });
+}
+
+// Sorts what is left of the items that SortItems could not.
+void SortSanitizedItems(PartitionState& state, const KjtView& kjt, IdPolicy policy) {
+  const std::int64_t num_local = state.layout.num_local_cores;
+  std::int64_t largest = 0, most_starts = 0;
+  for (std::int64_t i = 0; i < static_cast<std::int64_t>(state.items.size()); ++i) {
+    const PartitionItem& item = state.items[static_cast<std::size_t>(i)];
+    if (!item.has_invalid) continue;
+    largest = std::max(largest, item.size);
+    std::int64_t num_starts = 0;
+    for (const Slice& slice : SlicesOf(state, kjt, i, state.scratch[0])) {
+      num_starts += slice.num_samples + 1;
+    }
+    most_starts = std::max(most_starts, num_starts);
+  }
+  for (PartitionScratch& scratch : state.scratch) {
+    scratch.valid_ids.Reserve(static_cast<std::size_t>(largest));
+    scratch.valid_weights.Reserve(static_cast<std::size_t>(largest));
+    scratch.valid_starts.Reserve(static_cast<std::size_t>(most_starts));
+  }
+  state.pool.Run(static_cast<std::int64_t>(state.order.size()), [&](std::int64_t rank, int thread) {
+    const std::int64_t i = state.order[static_cast<std::size_t>(rank)];
+    ItemContext context = ContextOf(state, i, thread);
+    if (!context.item.has_invalid) return;
+    const std::int64_t core = i % num_local;
+    const TableLayout& table = state.layout.tables[static_cast<std::size_t>(i / num_local)];
+    std::int64_t* ids = context.scratch.valid_ids.data();
+    float* weights = context.scratch.valid_weights.data();
+    std::int32_t* starts = context.scratch.valid_starts.data();
+    std::int64_t* num_invalid = state.num_invalid.data() + table.first_feature * num_local + core;
+    const std::span<Slice> slices = SlicesOf(state, kjt, i, context.scratch);
+    context.item.size = 0;
+    for (Slice& slice : slices) {
+      slice = Sanitize(slice, table.num_embeddings, policy, ids, weights, starts, num_invalid);
+      ids += slice.num_ids;
+      weights += slice.num_ids;
+      starts += slice.num_samples + 1;
+      num_invalid += num_local;
+      context.item.size += slice.num_ids;
+    }
+    SortItem(context, state.layout.num_cores, slices);
+  });
+}
+
+PartitionProblem ProblemOf(const KjtView& kjt, const KjtProblem& problem) {
+  const auto at = [&](PartitionProblem::Kind kind) -> PartitionProblem {
+    const std::int64_t bag =
+        std::max<std::int64_t>(problem.position - (kind == PartitionProblem::kOffset ? 1 : 0), 0);
+    const std::int64_t batch = std::max<std::int64_t>(kjt.batch_size, 1);
+    return {kind, bag / batch, bag % batch, problem.position, problem.value};
+  };
+  switch (problem.kind) {
+    case KjtProblem::kLength:
+      return at(PartitionProblem::kLength);
+    case KjtProblem::kOffset:
+      return at(PartitionProblem::kOffset);
+    case KjtProblem::kTotal:
+      return {PartitionProblem::kTotal, -1, -1, problem.position, problem.value};
+    default:
+      return {};
+  }
+}
+
+}  // namespace
+
+PartitionState::PartitionState(Layout layout_in, ThreadPool& pool_in,
+                               const PartitionKernels& kernels_in)
+    : layout(std::move(layout_in)),
+      pool(pool_in),
+      kernels(kernels_in),
+      scratch(static_cast<std::size_t>(pool_in.num_threads())) {
+  const std::size_t num_features = layout.combiners.size();
+  const std::size_t num_local = static_cast<std::size_t>(layout.num_local_cores);
+  const std::size_t num_cores = static_cast<std::size_t>(layout.num_cores);
+  const std::size_t num_stacks = static_cast<std::size_t>(layout.num_stacks);
+  const std::size_t num_items = layout.tables.size() * num_local;
+  std::int32_t most_features = 0;
+  for (const TableLayout& table : layout.tables) {
+    key_maps.push_back(MakeKeyMap(table, layout.num_cores));
+    table_of_feature.insert(table_of_feature.end(), static_cast<std::size_t>(table.num_features),
+                            static_cast<std::int32_t>(key_maps.size() - 1));
+    most_features = std::max(most_features, table.num_features);
+  }
+  for (PartitionScratch& one : scratch) one.slices.resize(static_cast<std::size_t>(most_features));
+  samples_per_core.resize(num_features);
+  num_samples.resize(num_features);
+  first_sample.resize(num_features);
+  num_invalid.resize(num_features * num_local);
+  items.resize(num_items);
+  order.resize(num_items);
+  samples_of_stack.resize(num_stacks);
+  num_slots.resize(num_stacks * num_local);
+  stack_ids.resize(num_stacks * num_local * num_cores);
+  run_ends.Reserve(num_items * num_cores);
+  ids.Reserve(num_items * num_cores);
+  unique_ids.Reserve(num_items * num_cores);
+  slots.Reserve(num_items * num_cores);
+}
+
+Partitioner::Partitioner(Layout layout, ThreadPool& pool, const PartitionKernels& kernels)
+    : state_(std::make_unique<PartitionState>(std::move(layout), pool, kernels)) {}
+
+Partitioner::~Partitioner() = default;
+
+bool Partitioner::has_batch() const { return state_->has_batch; }
+
+std::span<const std::int64_t> Partitioner::num_slots() const { return state_->num_slots; }
+
+const Layout& Partitioner::layout() const { return state_->layout; }
+
+PartitionProblem Partitioner::Partition(const KjtView& kjt, std::int64_t padded_batch_size,
+                                        IdPolicy policy, const Stats& stats) {
+  PartitionState& state = *state_;
+  const Layout& layout = state.layout;
+  state.has_batch = false;
+  state.starts.Reserve(static_cast<std::size_t>(kjt.num_keys * kjt.batch_size + 1));
+  state.key_sums.Reserve(static_cast<std::size_t>(kjt.num_keys));
+  const KjtProblem kjt_problem =
+      FindStarts(kjt, state.pool, state.key_sums.data(), state.starts.data());
+  if (kjt_problem.kind != KjtProblem::kNone) return ProblemOf(kjt, kjt_problem);
+  if (const PartitionProblem problem = PlanBatch(state, kjt, padded_batch_size);
+      problem.kind != PartitionProblem::kNone) {
+    return problem;
+  }
+  std::fill(state.num_invalid.begin(), state.num_invalid.end(), 0);
+  if (SortItems(state, kjt)) {
+    if (policy == IdPolicy::kError) return FindInvalidId(state, kjt);
+    SortSanitizedItems(state, kjt, policy);
+  }
+  const Counts counts = {
+      .ids = state.ids.data(), .unique_ids = state.unique_ids.data(), .slots = state.slots.data()};
+  SumCounts(layout, counts, state.pool, stats, state.num_slots.data());
+  std::copy_n(stats.ids, state.stack_ids.size(), state.stack_ids.begin());
+  std::copy(state.samples_per_core.begin(), state.samples_per_core.end(), stats.samples_per_core);
+  std::copy(state.num_samples.begin(), state.num_samples.end(), stats.num_samples);
+  for (std::int64_t f = 0; f < layout.num_features(); ++f) {
+    const auto first = state.num_invalid.begin() + f * layout.num_local_cores;
+    stats.num_invalid[f] = std::accumulate(first, first + layout.num_local_cores, std::int64_t{0});
+  }
+  for (std::size_t i = 0; i < state.num_slots.size(); ++i) {
+    if (state.num_slots[i] > kInt32Max) {
+      return {PartitionProblem::kTooLarge, static_cast<std::int64_t>(i) / layout.num_local_cores,
+              -1, -1, state.num_slots[i]};
+    }
+  }
+  state.has_batch = true;
+  return {};
+}
+
+}  // namespace trtpu

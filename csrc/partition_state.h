@@ -1,0 +1,100 @@
+// What partition.cc computes and pack.cc writes.
+#ifndef TRTPU_PARTITION_STATE_H_
+#define TRTPU_PARTITION_STATE_H_
+
+#include <cstdint>
+#include <vector>
+
+#include "trtpu/buffer.h"
+#include "trtpu/kjt_view.h"
+#include "trtpu/layout.h"
+#include "trtpu/partition.h"
+#include "trtpu/partition_kernels.h"
+#include "trtpu/thread_pool.h"
+
+namespace trtpu {
+
+enum class GainKind {
+  kOnes,       // every gain is 1
+  kPerSample,  // one per sample: unweighted mean or sqrtn
+  kPerId,      // one per occurrence: weighted
+};
+
+// The ids of one table on one local core: sorted in one go.
+struct PartitionItem {
+  std::int64_t begin;          // in runs and run_gains
+  std::int64_t size;           // ids
+  std::int64_t gains_begin;    // in sample_gains; kPerSample
+  std::uint32_t first_sample;  // row of the table's first sample among the core's samples
+  GainKind gains;
+  bool has_invalid;
+};
+
+// One feature's bags on one local core. Bag s holds ids [starts[s], starts[s + 1]) and stands in
+// row first_sample + s of the core's samples.
+struct Slice {
+  IntArray ids;
+  const float* weights;        // like ids; null: none
+  const std::int32_t* starts;  // (num_samples + 1); null: ids [first_id, ...) are one sample each
+  std::int64_t first_id;
+  std::int64_t num_ids;
+  std::int64_t num_samples;
+  std::uint32_t first_sample;
+  Combiner combiner;
+};
+
+// Of one thread.
+struct PartitionScratch {
+  std::vector<Slice> slices;
+  Buffer<std::uint64_t> entries;
+  Buffer<std::uint64_t> occurrences;
+  Buffer<std::int64_t> valid_ids;  // what is left of an item with invalid ids
+  Buffer<float> valid_weights;
+  Buffer<std::int32_t> valid_starts;
+  alignas(64) std::uint32_t histogram[kHistogramSize];
+  alignas(64) std::uint32_t low[kBlock + kBlockSlack];
+};
+
+// Legend: T tables, F features, C local cores, P partitions.
+struct PartitionState {
+  PartitionState(Layout layout_in, ThreadPool& pool_in, const PartitionKernels& kernels_in);
+
+  const Layout layout;
+  ThreadPool& pool;
+  const PartitionKernels& kernels;
+  std::vector<KeyMap> key_maps;                // (T)
+  std::vector<std::int32_t> table_of_feature;  // (F)
+
+  // The last batch; sized by the layout:
+  bool has_batch = false;
+  std::vector<std::int64_t> samples_per_core;   // (F)
+  std::vector<std::int64_t> num_samples;        // (F)
+  std::vector<std::uint32_t> first_sample;      // (F) among the core's samples of the stack
+  std::vector<PartitionItem> items;             // (T, C)
+  std::vector<std::int64_t> samples_of_stack;   // (num_stacks) of one core
+  std::vector<std::int64_t> order;              // of items: largest first
+  std::vector<std::int64_t> num_invalid;        // (F, C)
+  std::vector<std::int64_t> num_slots;          // (num_stacks, C)
+  Buffer<std::int32_t> run_ends;                // (T, C, P) ends of the partitions in a run
+  Buffer<std::int32_t> ids, unique_ids, slots;  // (T, C, P) Counts
+  std::vector<std::int32_t> stack_ids;          // (num_stacks, C, P) distinct ids
+  // sized by the batch:
+  Buffer<std::int32_t> starts;            // (num_keys * batch_size + 1)
+  Buffer<std::int64_t> key_sums;          // (num_keys)
+  Buffer<std::uint64_t> runs;             // sorted entries, item after item
+  Buffer<float> run_gains;                // beside runs; kPerId
+  Buffer<float> sample_gains;             // by sample; kPerSample
+  std::vector<PartitionScratch> scratch;  // (threads)
+
+  // A sorted run's keys are partition << row_bits | row, or only the row where that needs more than
+  // 32 bits.
+  [[nodiscard]] std::uint32_t row_mask(std::int64_t table) const {
+    const KeyMap& map = key_maps[static_cast<std::size_t>(table)];
+    return map.narrow ? static_cast<std::uint32_t>((std::uint64_t{1} << map.row_bits) - 1)
+                      : ~std::uint32_t{0};
+  }
+};
+
+}  // namespace trtpu
+
+#endif  // TRTPU_PARTITION_STATE_H_
