@@ -459,11 +459,11 @@ def stablehlo(rule: Rule, *, dim: int, logical_dim: int | None = None, name: str
     Args:
         rule: the rule.
         dim: elements of a stored row, padding included.
-        logical_dim: elements that a mean counts; `dim` unless given. Padding must hold zeros.
+        logical_dim: elements that a mean counts; `dim` unless given.
         name: symbol; "<rule>_<dim>" unless given.
 
-    The sum inside a mean has no fixed order here: a rule with a mean agrees with NumPy and C++ to
-    rounding, the others bit for bit wherever division and square root are correctly rounded.
+    A compiler may fuse multiplications into additions and choose the order of the mean's sum: the
+    result agrees with NumPy and C++ to rounding, not to the bit.
 
     >>> from torchrec_tpu.sparsecore.optimizers import RULES
     >>> print(stablehlo(RULES["sgd"], dim=8))
@@ -506,14 +506,18 @@ def stablehlo(rule: Rule, *, dim: int, logical_dim: int | None = None, name: str
         if value.op in ("input", "const"):
             continue
         if value.op == "mean":
+            terms, count = operand(value.args[0], row_type), logical_dim or dim
+            terms_type = f"tensor<1x{count}xf32>"
+            if terms_type != row_type:
+                terms = emit(f"slice {terms} [0:1, 0:{count}] : ({row_type}) -> {terms_type}")
             zero = emit("constant dense<0.0> : tensor<f32>")
             total = emit(
-                f"reduce({operand(value.args[0], row_type)} init: {zero}) applies stablehlo.add "
-                f"across dimensions = [1] : ({row_type}, tensor<f32>) -> tensor<1xf32>"
+                f"reduce({terms} init: {zero}) applies stablehlo.add across dimensions = [1] : "
+                f"({terms_type}, tensor<f32>) -> tensor<1xf32>"
             )
             total = emit(f"reshape {total} : (tensor<1xf32>) -> {scalar_type}")
-            count = emit(f"constant dense<{float(logical_dim or dim):.9e}> : {scalar_type}")
-            names[value] = emit(f"divide {total}, {count} : {scalar_type}")
+            divisor = emit(f"constant dense<{count:.9e}> : {scalar_type}")
+            names[value] = emit(f"divide {total}, {divisor} : {scalar_type}")
             continue
         type_ = row_type if value.width == "row" else scalar_type
         args = ", ".join(operand(arg, type_) for arg in value.args)
@@ -543,8 +547,8 @@ def stablehlo(rule: Rule, *, dim: int, logical_dim: int | None = None, name: str
 GENERATED: Final = Path("csrc/include/trtpu/optimizer_rules.inc")
 
 
-def main(argv: Sequence[str] | None = None) -> int:
-    """Write or check the generated C++ file of a checkout; 1 when it is stale."""
+def main(argv: Sequence[str] | None = None, *, root: Path | None = None) -> int:
+    """Write or check the generated C++ file of a checkout (`root`); 1 when it is stale."""
     from torchrec_tpu.sparsecore.optimizers import RULES
 
     parser = argparse.ArgumentParser(prog="python -m torchrec_tpu.sparsecore.rules")
@@ -557,7 +561,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     if args.stablehlo:
         print(stablehlo(RULES[args.stablehlo], dim=args.dim))
         return 0
-    path = Path(__file__).resolve().parent.parent / GENERATED
+    path = (root or Path(__file__).resolve().parent.parent) / GENERATED
     if not path.parent.is_dir():
         parser.error(f"{path.parent} does not exist: run this from a checkout, not from a wheel")
     text = cpp(RULES.values())
