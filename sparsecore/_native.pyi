@@ -10,6 +10,7 @@ class ThreadPool:
     @property
     def num_threads(self) -> int: ...
 
+<<<<<<< HEAD
 class Partition:
     """What one batch asks of the buffers.
 
@@ -117,3 +118,39 @@ class Partitioner:
             TypeError, ValueError: arrays of the wrong dtype or size, too few slots, no partition()
                 that succeeded. Nothing is written then.
         """
+=======
+class RowOps:
+    """Lookup and fused update straight from packed buffers."""
+
+    def __init__(self, pool: ThreadPool) -> None: ...
+    def lookup(
+        self,
+        buffers: Sequence[npt.NDArray[Any]],
+        tables: Sequence[npt.NDArray[np.float32]],
+        geometry: Sequence[int],
+        out: npt.NDArray[np.float32],
+    ) -> None: ...
+    def update(
+        self,
+        grad: npt.NDArray[np.float32],
+        buffers: Sequence[npt.NDArray[Any]],
+        tables: Sequence[npt.NDArray[np.float32]],
+        slots: Sequence[Sequence[npt.NDArray[np.float32]]],
+        operands: npt.NDArray[np.float32],
+        geometry: Sequence[int],
+        rule: str,
+        max_gradient: float = 0.0,
+    ) -> None: ...
+
+def rules() -> list[str]:
+    """Names of the optimizer rules that have a fused update."""
+
+def instruction_sets() -> list[str]:
+    """What this machine runs, the widest first."""
+
+def instruction_set() -> str:
+    """The instruction set in use."""
+
+def set_instruction_set(name: str) -> None:
+    """Use one of instruction_sets() from now on, in the whole process."""
+>>>>>>> d5721da (CPU lookup and fused update from packed buffers)

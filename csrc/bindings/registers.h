@@ -6,6 +6,7 @@
 
 namespace trtpu {
 
+void RegisterRowOps(pybind11::module_& m);
 void RegisterThreadPool(pybind11::module_& m);
 void RegisterPreprocess(pybind11::module_& m);
 

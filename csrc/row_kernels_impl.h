@@ -1,0 +1,358 @@
+// The kernels of RowKernels, written once. Each row_kernels_<instruction set>.cc includes this file
+// and exports kKernels; the unnamed namespace keeps its code out of every other file.
+#ifndef TRTPU_ROW_KERNELS_IMPL_H_
+#define TRTPU_ROW_KERNELS_IMPL_H_
+
+#include <cstdint>
+#include <cstring>
+
+#include "row_kernels.h"
+#include "simd.h"
+#include "trtpu/optimizer_rules.inc"
+
+namespace trtpu {
+namespace {
+
+bool IsSorted(const std::int32_t* ids, std::int64_t num_ids) {
+  bool descends = false;
+  for (std::int64_t i = 1; i < num_ids; ++i) descends |= ids[i - 1] > ids[i];
+  return !descends;
+}
+
+bool AllInside(const std::int32_t* samples, std::int64_t num_samples, const SampleRange* ranges,
+               std::int64_t num_ranges) {
+  if (num_ranges == 1) {
+    const auto begin = static_cast<std::uint32_t>(ranges->begin);
+    const auto count = static_cast<std::uint32_t>(ranges->count);
+    bool outside = false;
+    for (std::int64_t i = 0; i < num_samples; ++i)
+      outside |= static_cast<std::uint32_t>(samples[i]) - begin >= count;
+    return !outside;
+  }
+  for (std::int64_t i = 0; i < num_samples; ++i) {
+    bool inside = false;
+    for (std::int64_t r = 0; r < num_ranges; ++r)
+      inside |= static_cast<std::uint32_t>(samples[i] - ranges[r].begin) <
+                static_cast<std::uint32_t>(ranges[r].count);
+    if (!inside) return false;
+  }
+  return true;
+}
+
+template <bool kWrite>
+void Prefetch(const float* row, std::int64_t num_floats) {
+  const char* end = reinterpret_cast<const char*>(row + num_floats);
+  for (const char* p = reinterpret_cast<const char*>(row); p < end; p += 64)
+    __builtin_prefetch(p, kWrite ? 1 : 0, 3);
+}
+
+// Columns of one row as vectors: kVectors of them, or (kVectors = 0) as many as the item says, the
+// last one possibly partial.
+template <int kVectors>
+struct Columns {
+  std::int64_t num_vectors;
+  int tail;  // lanes of the last vector, 0 when it is full
+
+  explicit Columns(std::int64_t num_columns)
+      : num_vectors(kVectors ? kVectors : (num_columns + kLaneFloats - 1) / kLaneFloats),
+        tail(kVectors ? 0 : static_cast<int>(num_columns % kLaneFloats)) {}
+
+  std::int64_t size() const { return kVectors ? kVectors : num_vectors; }
+  bool Partial(std::int64_t k) const { return !kVectors && tail && k + 1 == num_vectors; }
+  Vec Load(const float* row, std::int64_t k) const {
+    return Partial(k) ? Vec::LoadN(row + k * kLaneFloats, tail) : Vec::Load(row + k * kLaneFloats);
+  }
+  void Store(float* row, std::int64_t k, Vec v) const {
+    Partial(k) ? v.StoreN(row + k * kLaneFloats, tail) : v.Store(row + k * kLaneFloats);
+  }
+};
+
+// ---- lookup ----
+
+// Walks the entries of all runs some distance ahead of their use and prefetches their rows.
+class RowPrefetcher {
+ public:
+  RowPrefetcher(const LookupItem& item, std::int64_t distance) : item_(item) {
+    NextRun(0);
+    for (; distance > 0; --distance) Step();
+  }
+
+  void Step() {
+    if (entry_ == end_) return;
+    const std::int32_t id = item_.ids[entry_];
+    if (id != last_id_)
+      Prefetch<false>(item_.table + base_ + id * item_.num_cores * item_.dim, item_.num_columns);
+    last_id_ = id;
+    if (++entry_ == end_) NextRun(partition_ + 1);
+  }
+
+ private:
+  void NextRun(std::int64_t partition);
+
+  const LookupItem& item_;
+  std::int64_t partition_ = 0;
+  std::int64_t entry_ = 0;
+  std::int64_t end_ = 0;
+  std::int64_t base_ = 0;
+  std::int32_t last_id_ = -1;
+};
+
+// Float offset, from the item's table, of a partition's local row 0 in its columns (it may lie
+// before the table: only rows from row_offset on exist).
+std::int64_t PartitionBase(const LookupItem& item, std::int64_t partition) {
+  std::int64_t first_id = partition - item.rotation;
+  if (first_id < 0) first_id += item.num_cores;
+  return (first_id - item.row_offset * item.num_cores) * item.dim + item.column;
+}
+
+void RowPrefetcher::NextRun(std::int64_t partition) {
+  while (partition < item_.num_cores && item_.run_begins[partition] == item_.run_ends[partition])
+    ++partition;
+  if (partition == item_.num_cores) return;
+  partition_ = partition;
+  entry_ = item_.run_begins[partition];
+  end_ = item_.run_ends[partition];
+  base_ = PartitionBase(item_, partition);
+  last_id_ = -1;
+}
+
+// Whether no sample has two entries; sets the bits of the rows that have one.
+bool TakeOnce(const LookupItem& item) {
+  if (item.num_entries > item.num_rows) return false;
+  std::memset(item.taken, 0, static_cast<std::size_t>((item.num_rows + 63) / 64) * 8);
+  std::uint64_t twice = 0;
+  for (std::int64_t p = 0; p < item.num_cores; ++p) {
+    for (std::int64_t i = item.run_begins[p]; i < item.run_ends[p]; ++i) {
+      const auto row = static_cast<std::uint32_t>(item.samples[i] - item.first_sample);
+      const std::uint64_t bit = std::uint64_t{1} << (row % 64);
+      twice |= item.taken[row / 64] & bit;
+      item.taken[row / 64] |= bit;
+    }
+    if (twice) return false;
+  }
+  return true;
+}
+
+// Calls visit(entry, row vectors) for every entry, the row's columns loaded once per run of equal
+// ids.
+template <int kVectors, class Visit>
+void ForEachEntry(const LookupItem& item, const Visit& visit) {
+  constexpr std::int64_t kAhead = kVectors >= 8 ? 12 : 24;
+  const Columns<kVectors> columns(item.num_columns);
+  RowPrefetcher prefetcher(item, kAhead);
+  for (std::int64_t p = 0; p < item.num_cores; ++p) {
+    const std::int64_t end = item.run_ends[p];
+    const std::int64_t base = PartitionBase(item, p);
+    for (std::int64_t i = item.run_begins[p]; i < end;) {
+      const std::int32_t id = item.ids[i];
+      const float* row = item.table + base + id * item.num_cores * item.dim;
+      Vec values[kVectors ? kVectors : 1];
+      for (std::int64_t k = 0; k < columns.size(); ++k) values[k] = columns.Load(row, k);
+      do {
+        prefetcher.Step();
+        visit(i, values);
+      } while (++i < end && item.ids[i] == id);
+    }
+  }
+}
+
+template <int kVectors>
+void LookupColumns(const LookupItem& item) {
+  const Columns<kVectors> columns(item.num_columns);
+  const auto write = [&](float* out, std::int64_t k, Vec v) {
+    item.stream ? v.Stream(out + k * kLaneFloats) : columns.Store(out, k, v);
+  };
+  const auto out_of = [&](const SampleRange& range, std::int64_t sample) {
+    return item.out + range.offset + sample * range.stride + item.column;
+  };
+  if (TakeOnce(item)) {  // at most one id per sample: rows go straight to the output
+    ForEachEntry<kVectors>(item, [&](std::int64_t i, const Vec* values) {
+      const std::int32_t sample = item.samples[i];
+      const SampleRange* range = item.ranges;
+      while (sample - range->begin >= range->count) ++range;
+      float* out = out_of(*range, sample - range->begin);
+      const Vec gain(item.gains[i]);
+      for (std::int64_t k = 0; k < columns.size(); ++k)
+        write(out, k, Vec(0.0f) + gain * values[k]);  // as the sum below: -0 becomes 0
+    });
+    for (std::int64_t r = 0; r < item.num_ranges; ++r) {
+      const SampleRange& range = item.ranges[r];
+      for (std::int64_t s = 0; s < range.count; ++s) {
+        const std::int64_t row = range.begin - item.first_sample + s;
+        if (item.taken[row / 64] >> (row % 64) & 1) continue;
+        for (std::int64_t k = 0; k < columns.size(); ++k) write(out_of(range, s), k, Vec(0.0f));
+      }
+    }
+  } else {
+    const std::int64_t stride = columns.size() * kLaneFloats;
+    std::memset(item.slab, 0, static_cast<std::size_t>(item.num_rows * stride) * sizeof(float));
+    ForEachEntry<kVectors>(item, [&](std::int64_t i, const Vec* values) {
+      float* sum = item.slab + (item.samples[i] - item.first_sample) * stride;
+      const Vec gain(item.gains[i]);
+      for (std::int64_t k = 0; k < columns.size(); ++k) {
+        float* p = sum + k * kLaneFloats;
+        (Vec::Load(p) + gain * values[k]).Store(p);
+      }
+    });
+    for (std::int64_t r = 0; r < item.num_ranges; ++r) {
+      const SampleRange& range = item.ranges[r];
+      const float* sum = item.slab + (range.begin - item.first_sample) * stride;
+      for (std::int64_t s = 0; s < range.count; ++s, sum += stride)
+        for (std::int64_t k = 0; k < columns.size(); ++k)
+          write(out_of(range, s), k, Vec::Load(sum + k * kLaneFloats));
+    }
+  }
+  if (item.stream) StreamFence();
+}
+
+void Lookup(const LookupItem& item) {
+  switch (item.num_columns) {
+    case 16:
+      return LookupColumns<1>(item);
+    case 32:
+      return LookupColumns<2>(item);
+    case 64:
+      return LookupColumns<4>(item);
+    case 128:
+      return LookupColumns<8>(item);
+    default:
+      return LookupColumns<0>(item);  // less than 16: one partial vector
+  }
+}
+
+// ---- update ----
+
+void Compact(const CompactItem& item) {
+  const Columns<0> columns(item.dim);
+  const Vec high(item.max_gradient);
+  const Vec low(-item.max_gradient);
+  for (std::int64_t r = 0; r < item.num_ranges; ++r) {
+    const SampleRange& range = item.ranges[r];
+    for (std::int64_t s = 0; s < range.count; ++s) {
+      const float* from = item.grad + range.offset + s * range.stride;
+      float* to = item.rows + (range.begin - item.first_sample + s) * item.row_stride;
+      for (std::int64_t k = 0; k < columns.size(); ++k)
+        columns.Store(to, k, Min(high, Max(low, columns.Load(from, k))));  // a NaN stays
+    }
+  }
+}
+
+// One row's step from its summed gradient; `sum(k)` is vector k of it.
+template <class Rule, int kVectors, class Sum>
+void ApplyRule(const UpdateItem& item, const Columns<kVectors>& columns, std::int64_t row,
+               const float* operands, const Sum& sum) {
+  float* weights = item.table + row * item.row_stride;
+  constexpr int kSlots = Rule::kNumRowSlots;
+  float* slots[kSlots + 1];
+  for (int s = 0; s < kSlots; ++s) slots[s] = item.row_slots[s] + row * item.row_stride;
+  const auto load_slots = [&](std::int64_t k, Vec* values) {
+    for (int s = 0; s < kSlots; ++s) values[s] = columns.Load(slots[s], k);
+  };
+  float scalars[Rule::kNumScalars + 1];
+  if constexpr (Rule::kHasMean) {
+    Vec lanes(0.0f);
+    for (std::int64_t k = 0; k < columns.size(); ++k) {
+      Vec values[kSlots + 1];
+      load_slots(k, values);
+      Vec term = Rule::MeanTerm(sum(k), columns.Load(weights, k), values, operands);
+      if (columns.Partial(k)) term = KeepFirst(term, columns.tail);
+      lanes = lanes + term;
+    }
+    float scalar_slots[Rule::kNumScalarSlots + 1];
+    for (int s = 0; s < Rule::kNumScalarSlots; ++s)
+      scalar_slots[s] = item.scalar_slots[s][row * item.scalar_stride];
+    Rule::Scalar(SumLanes(lanes) / static_cast<float>(item.dim), scalar_slots, operands, scalars);
+    for (int s = 0; s < Rule::kNumScalarSlots; ++s)
+      item.scalar_slots[s][row * item.scalar_stride] = scalar_slots[s];
+  }
+  for (std::int64_t k = 0; k < columns.size(); ++k) {
+    Vec weight = columns.Load(weights, k);
+    Vec values[kSlots + 1];
+    load_slots(k, values);
+    Rule::Row(sum(k), weight, values, operands, scalars);
+    columns.Store(weights, k, weight);
+    for (int s = 0; s < kSlots; ++s) columns.Store(slots[s], k, values[s]);
+  }
+}
+
+template <class Rule, int kVectors>
+void UpdateRows(const UpdateItem& item) {
+  constexpr std::int64_t kAhead = kVectors >= 8 ? 4 : kVectors >= 4 ? 8 : 16;
+  const Columns<kVectors> columns(item.dim);
+  float operands[Rule::kNumOperands + 1];  // a copy: stores to rows cannot change it
+  for (int i = 0; i < Rule::kNumOperands; ++i) operands[i] = item.operands[i];
+  const std::uint32_t* rows = item.rows;
+  const auto gradient = [&](std::int64_t i) {
+    return item.grad + static_cast<std::int64_t>(item.grad_rows[i]) * item.grad_stride;
+  };
+  const auto prefetch = [&](std::int64_t i) {
+    if (i >= item.num_entries) return;
+    Prefetch<false>(gradient(i), item.dim);
+    if (rows[i] == rows[i - 1]) return;
+    const auto row = static_cast<std::int64_t>(rows[i]);
+    Prefetch<true>(item.table + row * item.row_stride, item.dim);
+    for (int s = 0; s < Rule::kNumRowSlots; ++s)
+      Prefetch<true>(item.row_slots[s] + row * item.row_stride, item.dim);
+    for (int s = 0; s < Rule::kNumScalarSlots; ++s)
+      __builtin_prefetch(item.scalar_slots[s] + row * item.scalar_stride, 1, 3);
+  };
+  for (std::int64_t i = 0; i < item.num_entries;) {
+    const std::uint32_t row = rows[i];
+    Vec sums[kVectors ? kVectors : 1];
+    const auto sum = [&](std::int64_t k) {
+      return kVectors ? sums[k] : Vec::Load(item.sum + k * kLaneFloats);
+    };
+    const auto set_sum = [&](std::int64_t k, Vec v) {
+      if constexpr (kVectors)
+        sums[k] = v;
+      else
+        v.Store(item.sum + k * kLaneFloats);
+    };
+    for (std::int64_t k = 0; k < columns.size(); ++k) set_sum(k, Vec(0.0f));
+    do {
+      prefetch(i + kAhead);
+      const float* from = gradient(i);
+      const Vec gain(item.gains[i]);
+      for (std::int64_t k = 0; k < columns.size(); ++k)
+        set_sum(k, sum(k) + gain * columns.Load(from, k));
+    } while (rows[++i] == row);
+    ApplyRule<Rule, kVectors>(item, columns, row, operands, sum);
+  }
+}
+
+template <class Rule>
+void Update(const UpdateItem& item) {
+  switch (item.dim) {
+    case 16:
+      return UpdateRows<Rule, 1>(item);
+    case 32:
+      return UpdateRows<Rule, 2>(item);
+    case 64:
+      return UpdateRows<Rule, 4>(item);
+    case 128:
+      return UpdateRows<Rule, 8>(item);
+    default:
+      return UpdateRows<Rule, 0>(item);
+  }
+}
+
+#define TRTPU_RULE_KERNEL(Name)                                                                   \
+  {rules::Name##Rule::kName, rules::Name##Rule::kNumRowSlots, rules::Name##Rule::kNumScalarSlots, \
+   rules::Name##Rule::kNumOperands, Update<rules::Name##Rule>},
+constexpr RuleKernel kRules[] = {TRTPU_FOR_EACH_RULE(TRTPU_RULE_KERNEL)};
+#undef TRTPU_RULE_KERNEL
+
+constexpr RowKernels MakeKernels(const char* name) {
+  return {name,
+          IsSorted,
+          AllInside,
+          Lookup,
+          Compact,
+          kRules,
+          static_cast<int>(sizeof(kRules) / sizeof(kRules[0]))};
+}
+
+}  // namespace
+}  // namespace trtpu
+
+#endif  // TRTPU_ROW_KERNELS_IMPL_H_

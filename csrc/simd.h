@@ -1,0 +1,207 @@
+// Sixteen float lanes with one meaning on every machine: one AVX-512 register, two of AVX2, four of
+// SSE2 or NEON, or a plain array. No operation fuses or reorders, so all of them give the same
+// bits.
+//
+// Everything lives in an unnamed namespace of the including file's instruction set: nothing
+// compiled here for wide vectors can be picked by the linker for code that runs everywhere.
+#ifndef TRTPU_SIMD_H_
+#define TRTPU_SIMD_H_
+
+#include <cstdint>
+
+#if defined(__AVX512F__) || defined(__AVX2__) || defined(__SSE2__)
+#include <immintrin.h>
+#elif defined(__ARM_NEON)
+#include <arm_neon.h>
+#endif
+
+namespace trtpu {
+namespace {
+
+#if defined(__AVX512F__)
+
+struct Register {
+  using Raw = __m512;
+  static constexpr int kLanes = 16;
+  static Raw Broadcast(float x) { return _mm512_set1_ps(x); }
+  static Raw Load(const float* p) { return _mm512_loadu_ps(p); }
+  static void Store(float* p, Raw a) { _mm512_storeu_ps(p, a); }
+  static void Stream(float* p, Raw a) { _mm512_stream_ps(p, a); }
+  static Raw Add(Raw a, Raw b) { return _mm512_add_ps(a, b); }
+  static Raw Sub(Raw a, Raw b) { return _mm512_sub_ps(a, b); }
+  static Raw Mul(Raw a, Raw b) { return _mm512_mul_ps(a, b); }
+  static Raw Div(Raw a, Raw b) { return _mm512_div_ps(a, b); }
+  // With a full mask, which costs nothing: GCC 12 warns inside its header for the maskless forms.
+  static Raw Sqrt(Raw a) { return _mm512_maskz_sqrt_ps(0xFFFF, a); }
+  static Raw Max(Raw a, Raw b) { return _mm512_maskz_max_ps(0xFFFF, a, b); }
+  static Raw Min(Raw a, Raw b) { return _mm512_maskz_min_ps(0xFFFF, a, b); }
+};
+
+#elif defined(__AVX2__)
+
+struct Register {
+  using Raw = __m256;
+  static constexpr int kLanes = 8;
+  static Raw Broadcast(float x) { return _mm256_set1_ps(x); }
+  static Raw Load(const float* p) { return _mm256_loadu_ps(p); }
+  static void Store(float* p, Raw a) { _mm256_storeu_ps(p, a); }
+  static void Stream(float* p, Raw a) { _mm256_stream_ps(p, a); }
+  static Raw Add(Raw a, Raw b) { return _mm256_add_ps(a, b); }
+  static Raw Sub(Raw a, Raw b) { return _mm256_sub_ps(a, b); }
+  static Raw Mul(Raw a, Raw b) { return _mm256_mul_ps(a, b); }
+  static Raw Div(Raw a, Raw b) { return _mm256_div_ps(a, b); }
+  static Raw Sqrt(Raw a) { return _mm256_sqrt_ps(a); }
+  static Raw Max(Raw a, Raw b) { return _mm256_max_ps(a, b); }
+  static Raw Min(Raw a, Raw b) { return _mm256_min_ps(a, b); }
+};
+
+#elif defined(__SSE2__)
+
+struct Register {
+  using Raw = __m128;
+  static constexpr int kLanes = 4;
+  static Raw Broadcast(float x) { return _mm_set1_ps(x); }
+  static Raw Load(const float* p) { return _mm_loadu_ps(p); }
+  static void Store(float* p, Raw a) { _mm_storeu_ps(p, a); }
+  static void Stream(float* p, Raw a) { _mm_stream_ps(p, a); }
+  static Raw Add(Raw a, Raw b) { return _mm_add_ps(a, b); }
+  static Raw Sub(Raw a, Raw b) { return _mm_sub_ps(a, b); }
+  static Raw Mul(Raw a, Raw b) { return _mm_mul_ps(a, b); }
+  static Raw Div(Raw a, Raw b) { return _mm_div_ps(a, b); }
+  static Raw Sqrt(Raw a) { return _mm_sqrt_ps(a); }
+  static Raw Max(Raw a, Raw b) { return _mm_max_ps(a, b); }
+  static Raw Min(Raw a, Raw b) { return _mm_min_ps(a, b); }
+};
+
+#elif defined(__ARM_NEON) && defined(__aarch64__)
+
+struct Register {
+  using Raw = float32x4_t;
+  static constexpr int kLanes = 4;
+  static Raw Broadcast(float x) { return vdupq_n_f32(x); }
+  static Raw Load(const float* p) { return vld1q_f32(p); }
+  static void Store(float* p, Raw a) { vst1q_f32(p, a); }
+  static void Stream(float* p, Raw a) { vst1q_f32(p, a); }
+  static Raw Add(Raw a, Raw b) { return vaddq_f32(a, b); }
+  static Raw Sub(Raw a, Raw b) { return vsubq_f32(a, b); }
+  static Raw Mul(Raw a, Raw b) { return vmulq_f32(a, b); }
+  static Raw Div(Raw a, Raw b) { return vdivq_f32(a, b); }
+  static Raw Sqrt(Raw a) { return vsqrtq_f32(a); }
+  static Raw Max(Raw a, Raw b) { return vbslq_f32(vcgtq_f32(a, b), a, b); }
+  static Raw Min(Raw a, Raw b) { return vbslq_f32(vcltq_f32(a, b), a, b); }
+};
+
+#else
+
+struct Register {
+  using Raw = float;
+  static constexpr int kLanes = 1;
+  static Raw Broadcast(float x) { return x; }
+  static Raw Load(const float* p) { return *p; }
+  static void Store(float* p, Raw a) { *p = a; }
+  static void Stream(float* p, Raw a) { *p = a; }
+  static Raw Add(Raw a, Raw b) { return a + b; }
+  static Raw Sub(Raw a, Raw b) { return a - b; }
+  static Raw Mul(Raw a, Raw b) { return a * b; }
+  static Raw Div(Raw a, Raw b) { return a / b; }
+  static Raw Sqrt(Raw a) { return __builtin_sqrtf(a); }
+  static Raw Max(Raw a, Raw b) { return a > b ? a : b; }
+  static Raw Min(Raw a, Raw b) { return a < b ? a : b; }
+};
+
+#endif
+
+struct Vec {
+  static constexpr int kLanes = 16;
+  static constexpr int kRegisters = kLanes / Register::kLanes;
+
+  Vec() = default;
+  Vec(float x) {  // NOLINT: a constant in a formula means all lanes
+    for (auto& r : raw) r = Register::Broadcast(x);
+  }
+
+  static Vec Load(const float* p) {
+    Vec v;
+    for (int i = 0; i < kRegisters; ++i) v.raw[i] = Register::Load(p + i * Register::kLanes);
+    return v;
+  }
+  // The first n lanes from memory, zeros in the others; reads nothing past p[n - 1].
+  static Vec LoadN(const float* p, int n) {
+#if defined(__AVX512F__)
+    Vec v;
+    v.raw[0] = _mm512_maskz_loadu_ps(static_cast<__mmask16>((1u << n) - 1), p);
+    return v;
+#else
+    alignas(64) float lanes[kLanes] = {};
+    for (int i = 0; i < n; ++i) lanes[i] = p[i];
+    return Load(lanes);
+#endif
+  }
+  void Store(float* p) const {
+    for (int i = 0; i < kRegisters; ++i) Register::Store(p + i * Register::kLanes, raw[i]);
+  }
+  void StoreN(float* p, int n) const {
+#if defined(__AVX512F__)
+    _mm512_mask_storeu_ps(p, static_cast<__mmask16>((1u << n) - 1), raw[0]);
+#else
+    alignas(64) float lanes[kLanes];
+    Store(lanes);
+    for (int i = 0; i < n; ++i) p[i] = lanes[i];
+#endif
+  }
+  // Past the caches; p is a multiple of 64 bytes. Follow the last one with StreamFence.
+  void Stream(float* p) const {
+    for (int i = 0; i < kRegisters; ++i) Register::Stream(p + i * Register::kLanes, raw[i]);
+  }
+
+  Register::Raw raw[kRegisters];
+};
+
+#define TRTPU_VEC_BINARY(name, Operation)                                                         \
+  inline Vec name(Vec a, Vec b) {                                                                 \
+    Vec v;                                                                                        \
+    for (int i = 0; i < Vec::kRegisters; ++i) v.raw[i] = Register::Operation(a.raw[i], b.raw[i]); \
+    return v;                                                                                     \
+  }
+TRTPU_VEC_BINARY(operator+, Add)
+TRTPU_VEC_BINARY(operator-, Sub)
+TRTPU_VEC_BINARY(operator*, Mul)
+TRTPU_VEC_BINARY(operator/, Div)
+TRTPU_VEC_BINARY(Max, Max)  // a > b ? a : b, so a NaN in b stays
+TRTPU_VEC_BINARY(Min, Min)  // a < b ? a : b
+#undef TRTPU_VEC_BINARY
+
+inline Vec Sqrt(Vec a) {
+  Vec v;
+  for (int i = 0; i < Vec::kRegisters; ++i) v.raw[i] = Register::Sqrt(a.raw[i]);
+  return v;
+}
+
+inline Vec operator-(Vec a) { return Vec(-1.0f) * a; }
+
+// The first n lanes, zeros in the others.
+inline Vec KeepFirst(Vec a, int n) {
+  alignas(64) float lanes[Vec::kLanes];
+  a.Store(lanes);
+  return Vec::LoadN(lanes, n);
+}
+
+// Sum of the lanes as a fixed tree: distances 8, 4, 2, 1.
+inline float SumLanes(Vec a) {
+  alignas(64) float lanes[Vec::kLanes];
+  a.Store(lanes);
+  for (int distance = Vec::kLanes / 2; distance > 0; distance /= 2)
+    for (int i = 0; i < distance; ++i) lanes[i] += lanes[i + distance];
+  return lanes[0];
+}
+
+inline void StreamFence() {
+#if defined(__SSE2__)
+  _mm_sfence();
+#endif
+}
+
+}  // namespace
+}  // namespace trtpu
+
+#endif  // TRTPU_SIMD_H_

@@ -1,0 +1,122 @@
+"""Lookup and fused update in C++ on the CPU's threads, on the tables as they are.
+
+Tables and slots keep their logical, row-major form: a kernel finds a row from the (partition, local
+row) that a buffer names. So weights are never copied, padded or permuted, and results do not depend
+on threads, instruction set, or the number of cores laid out.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Sequence
+
+import numpy as np
+import numpy.typing as npt
+
+from torchrec_tpu.sparsecore import _native
+from torchrec_tpu.sparsecore.batch import StackBuffers
+from torchrec_tpu.sparsecore.geometry import Geometry
+
+FloatArray = npt.NDArray[np.float32]
+
+
+def available_cpus() -> int:
+    """CPUs that this process may use."""
+    if hasattr(os, "sched_getaffinity"):
+        return len(os.sched_getaffinity(0))
+    return os.cpu_count() or 1
+
+
+class CpuBackend:
+    """The C++ kernels. Instances are thread-safe; calls on one take turns.
+
+    >>> CpuBackend(num_threads=2).num_threads
+    2
+    """
+
+    name = "cpu"
+
+    def __init__(self, *, num_threads: int | None = None) -> None:
+        self.set_num_threads(available_cpus() if num_threads is None else num_threads)
+
+    @property
+    def num_threads(self) -> int:
+        """Threads of the next call, the calling one among them."""
+        return self._pool.num_threads
+
+    def set_num_threads(self, num_threads: int) -> None:
+        """Use that many threads from the next call on; results stay bit for bit the same."""
+        if num_threads < 1:
+            raise ValueError(f"num_threads={num_threads}, wanted at least 1")
+        self._pool = _native.ThreadPool(num_threads)
+        self._ops = _native.RowOps(self._pool)
+
+    def why_unavailable(self) -> str | None:
+        """None: the kernels are part of the package."""
+        return None
+
+    def lookup(
+        self,
+        buffers: Sequence[StackBuffers],
+        tables: Sequence[FloatArray],
+        geometry: Geometry,
+        out: FloatArray,
+    ) -> None:
+        """Write the pooled vector of every sample; zeros for a sample without ids.
+
+        Args:
+            buffers: per stack.
+            tables: (num_embeddings, dim) per table, stack order.
+            geometry: of the batch.
+            out: flat output that `geometry` points into; other elements stay as they are.
+
+        Raises:
+            ValueError: arrays and geometry do not fit each other; nothing is written.
+        """
+        self._ops.lookup(_flatten(buffers), tables, geometry.encode(), out)
+
+    def update(
+        self,
+        grad: FloatArray,
+        buffers: Sequence[StackBuffers],
+        tables: Sequence[FloatArray],
+        slots: Sequence[Sequence[FloatArray]],
+        operands: FloatArray,
+        geometry: Geometry,
+        rule: str,
+        max_gradient: float | None = None,
+    ) -> None:
+        """Apply one optimizer step, in place, to every row that the buffers name.
+
+        Args:
+            grad: flat gradient, laid out as `lookup`'s output.
+            buffers: per stack; those of the lookup.
+            tables: (num_embeddings, dim) per table, stack order.
+            slots: per table, in rule order: (num_embeddings, dim), or (num_embeddings,) for one
+                number per row.
+            operands: (num_tables, operands of the rule).
+            geometry: of the batch.
+            rule: name in `optimizers.RULES`.
+            max_gradient: clip each element of `grad` to +-max_gradient before gains and sums.
+
+        Raises:
+            ValueError: arrays and geometry do not fit each other; nothing is changed.
+        """
+        self._ops.update(
+            grad,
+            _flatten(buffers),
+            tables,
+            slots,
+            operands,
+            geometry.encode(),
+            rule,
+            max_gradient or 0.0,
+        )
+
+
+def _flatten(buffers: Sequence[StackBuffers]) -> list[npt.NDArray[np.generic]]:
+    return [
+        array
+        for stack in buffers
+        for array in (stack.row_pointers, stack.embedding_ids, stack.sample_ids, stack.gains)
+    ]
