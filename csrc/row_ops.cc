@@ -144,6 +144,11 @@ void Merge(const Entries& a, const Entries& b, EntryBuffer& to, std::int64_t at)
   }
 }
 
+// Rows of a table on every core, with padding.
+std::int64_t RowsPerCore(const TableGeometry& table, std::int64_t num_cores) {
+  return RoundUp(CeilDiv(table.num_embeddings, num_cores), 8);
+}
+
 }  // namespace
 
 // ---- geometry ----
@@ -194,12 +199,12 @@ std::string Geometry::Decode(std::span<const std::int64_t> ints) {
         table.rotation >= num_cores)
       return Concat("geometry: table ", t, " has an impossible shape or place");
     stack = table.stack;
-    next_row = table.row_offset + CeilDiv(table.num_embeddings, num_cores);
+    next_row = table.row_offset + RowsPerCore(table, num_cores);
     if (next_row > kMaxInt32) return Concat("geometry: table ", t, " has too many rows per core");
-    if (table.first_feature != next_feature || table.num_features < 1 ||
-        table.num_features > num_features - next_feature)
+    if (table.first_feature < next_feature || table.first_feature >= num_features ||
+        table.num_features < 1 || table.num_features > num_features - table.first_feature)
       return Concat("geometry: the features of table ", t, " do not follow those before");
-    next_feature += table.num_features;
+    next_feature = table.first_feature + table.num_features;
     const FeatureGeometry& first = features[table.first_feature];
     std::int64_t next_sample = first.sample_offset;
     for (std::int64_t f = table.first_feature; f < next_feature; ++f) {
@@ -210,7 +215,6 @@ std::string Geometry::Decode(std::span<const std::int64_t> ints) {
     if ((next_sample - first.sample_offset) * num_local_cores > kMaxInt32)
       return Concat("geometry: table ", t, " has more than 2^31 samples");
   }
-  if (next_feature != num_features) return "geometry: features without a table";
   return {};
 }
 
@@ -345,13 +349,20 @@ std::string RowOps::Scratch::Index(const Geometry& g, std::span<const StackBuffe
   }
 
   const auto num_tables = static_cast<std::int64_t>(g.tables.size());
-  ranges.clear();
+  ranges.resize(g.features.size() * g.num_local_cores);
   planes.clear();
+  std::int64_t num_planes = 0;
   for (std::int64_t t = 0; t < num_tables; ++t) {
     const TableGeometry& table = g.tables[t];
-    planes.push_back(t + table.stack);
+    const bool follows =
+        t > 0 && g.tables[t - 1].stack == table.stack &&
+        g.tables[t - 1].row_offset + RowsPerCore(g.tables[t - 1], g.num_cores) == table.row_offset;
+    planes.push_back(follows ? num_planes - 1 : num_planes);
+    num_planes = planes[t] + 2;
     for (std::int64_t c = 0; c < g.num_local_cores; ++c) {
-      for (std::int64_t f = 0; f < table.num_features; ++f) {
+      SampleRange* range =
+          &ranges[table.first_feature * g.num_local_cores + c * table.num_features];
+      for (std::int64_t f = 0; f < table.num_features; ++f, ++range) {
         const FeatureGeometry& feature = g.features[table.first_feature + f];
         if (feature.num_samples > 0 &&
             feature.out_offset + (feature.num_samples - 1) * feature.out_stride + table.dim >
@@ -361,14 +372,14 @@ std::string RowOps::Scratch::Index(const Geometry& g, std::span<const StackBuffe
         const std::int64_t first = c * feature.samples_per_core;
         const std::int64_t count =
             std::clamp<std::int64_t>(feature.num_samples - first, 0, feature.samples_per_core);
-        ranges.push_back({static_cast<std::int32_t>(feature.sample_offset),
-                          static_cast<std::int32_t>(count),
-                          feature.out_offset + first * feature.out_stride, feature.out_stride});
+        *range = {static_cast<std::int32_t>(feature.sample_offset),
+                  static_cast<std::int32_t>(count), feature.out_offset + first * feature.out_stride,
+                  feature.out_stride};
       }
     }
   }
 
-  cuts.resize((num_tables + g.num_stacks) * PlaneSize());
+  cuts.resize(num_planes * PlaneSize());
   entries.assign(num_tables * g.num_local_cores, 0);
   errors.assign(g.num_stacks * g.num_local_cores, {});
   std::vector<std::int64_t> first_table(g.num_stacks + 1, num_tables);
@@ -404,30 +415,28 @@ std::string RowOps::Scratch::IndexCore(std::int64_t stack, std::int64_t first_ta
       return Concat(where(p), "row pointer ", end, " is outside ", begin, "..", slots);
     if (!kernels.is_sorted(ids + begin, end - begin))
       return Concat(where(p), "embedding_ids are not sorted");
-    std::int64_t cut = begin;
+    const auto find = [&](std::int64_t from, std::int64_t row) {
+      return std::lower_bound(ids + from, ids + end, row) - ids;
+    };
+    std::int64_t last = begin;
     for (std::int64_t t = first_table; t < last_table; ++t) {
       const TableGeometry& table = g.tables[t];
-      std::int64_t next = end;
-      if (t + 1 < last_table)
-        next = std::lower_bound(ids + cut, ids + end, g.tables[t + 1].row_offset) - ids;
-      cuts[(t + stack) * PlaneSize() + core * core_stride + p * partition_stride] =
-          static_cast<std::int32_t>(cut);
-      if (cut < next) {
-        const std::int64_t rows = CeilDiv(table.num_embeddings - FirstId(table, p), g.num_cores);
-        for (const std::int32_t id : {ids[cut], ids[next - 1]})
-          if (id < table.row_offset || id - table.row_offset >= rows)
-            return Concat(where(p), "row ", id, " is not in table ", t, ", whose rows are ",
-                          table.row_offset, "..", table.row_offset + rows - 1);
-        if (!kernels.all_inside(samples + cut, next - cut, Ranges(table, core), table.num_features))
-          return Concat(where(p), "sample_ids of table ", t, " are outside its features");
-        entries[t * g.num_local_cores + core] += next - cut;
-      }
-      cut = next;
+      const std::int64_t first = find(last, table.row_offset);
+      last = find(first, table.row_offset + RowsPerCore(table, g.num_cores));
+      std::int32_t* cut =
+          &cuts[planes[t] * PlaneSize() + core * core_stride + p * partition_stride];
+      cut[0] = static_cast<std::int32_t>(first);
+      cut[PlaneSize()] = static_cast<std::int32_t>(last);
+      if (first == last) continue;
+      const std::int64_t rows = CeilDiv(table.num_embeddings - FirstId(table, p), g.num_cores);
+      if (ids[last - 1] - table.row_offset >= rows)
+        return Concat(where(p), "row ", ids[last - 1], " is not in table ", t, ", whose rows are ",
+                      table.row_offset, "..", table.row_offset + rows - 1);
+      if (!kernels.all_inside(samples + first, last - first, Ranges(table, core),
+                              table.num_features))
+        return Concat(where(p), "sample_ids of table ", t, " are outside its features");
+      entries[t * g.num_local_cores + core] += last - first;
     }
-    if (first_table == last_table && begin != end)
-      return Concat(where(p), "ids in a stack without tables");
-    cuts[(last_table + stack) * PlaneSize() + core * core_stride + p * partition_stride] =
-        static_cast<std::int32_t>(end);
     begin = std::min(RoundUp(end, 8), slots);
   }
   return {};

@@ -1,5 +1,8 @@
 """The typed face of the C++ extension."""
 
+from collections.abc import Sequence
+from typing import Any
+
 import numpy as np
 import numpy.typing as npt
 
@@ -10,7 +13,6 @@ class ThreadPool:
     @property
     def num_threads(self) -> int: ...
 
-<<<<<<< HEAD
 class Partition:
     """What one batch asks of the buffers.
 
@@ -118,7 +120,7 @@ class Partitioner:
             TypeError, ValueError: arrays of the wrong dtype or size, too few slots, no partition()
                 that succeeded. Nothing is written then.
         """
-=======
+
 class RowOps:
     """Lookup and fused update straight from packed buffers."""
 
@@ -153,4 +155,3 @@ def instruction_set() -> str:
 
 def set_instruction_set(name: str) -> None:
     """Use one of instruction_sets() from now on, in the whole process."""
->>>>>>> d5721da (CPU lookup and fused update from packed buffers)

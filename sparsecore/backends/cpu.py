@@ -11,13 +11,11 @@ import os
 from collections.abc import Sequence
 
 import numpy as np
-import numpy.typing as npt
+from numpy.typing import NDArray
 
 from torchrec_tpu.sparsecore import _native
-from torchrec_tpu.sparsecore.batch import StackBuffers
+from torchrec_tpu.sparsecore.batch import Float32Array, StackBuffers
 from torchrec_tpu.sparsecore.geometry import Geometry
-
-FloatArray = npt.NDArray[np.float32]
 
 
 def available_cpus() -> int:
@@ -58,9 +56,9 @@ class CpuBackend:
     def lookup(
         self,
         buffers: Sequence[StackBuffers],
-        tables: Sequence[FloatArray],
+        tables: Sequence[Float32Array],
         geometry: Geometry,
-        out: FloatArray,
+        out: Float32Array,
     ) -> None:
         """Write the pooled vector of every sample; zeros for a sample without ids.
 
@@ -77,14 +75,14 @@ class CpuBackend:
 
     def update(
         self,
-        grad: FloatArray,
+        grad: Float32Array,
         buffers: Sequence[StackBuffers],
-        tables: Sequence[FloatArray],
-        slots: Sequence[Sequence[FloatArray]],
-        operands: FloatArray,
+        tables: Sequence[Float32Array],
+        slots: Sequence[Sequence[Float32Array]],
+        operands: Float32Array,
         geometry: Geometry,
         rule: str,
-        max_gradient: float | None = None,
+        max_gradient: float | None,
     ) -> None:
         """Apply one optimizer step, in place, to every row that the buffers name.
 
@@ -100,8 +98,15 @@ class CpuBackend:
             max_gradient: clip each element of `grad` to +-max_gradient before gains and sums.
 
         Raises:
+            NotImplementedError: the rule has no kernel.
             ValueError: arrays and geometry do not fit each other; nothing is changed.
         """
+        if rule not in _native.rules():
+            raise NotImplementedError(
+                f"backend 'cpu' has no fused {rule!r} update; it has {', '.join(_native.rules())}"
+            )
+        if max_gradient is not None and not max_gradient > 0:
+            raise ValueError(f"max_gradient={max_gradient}, wanted a positive number or None")
         self._ops.update(
             grad,
             _flatten(buffers),
@@ -114,7 +119,7 @@ class CpuBackend:
         )
 
 
-def _flatten(buffers: Sequence[StackBuffers]) -> list[npt.NDArray[np.generic]]:
+def _flatten(buffers: Sequence[StackBuffers]) -> list[NDArray[np.generic]]:
     return [
         array
         for stack in buffers
