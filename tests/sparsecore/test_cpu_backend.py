@@ -1,0 +1,356 @@
+"""The C++ kernels against the NumPy reference, bit for bit."""
+
+from __future__ import annotations
+
+import dataclasses
+import itertools
+import resource
+from operator import attrgetter
+
+import numpy as np
+import pytest
+
+from torchrec_tpu.sparsecore import _native
+from torchrec_tpu.sparsecore.backends.cpu import CpuBackend
+from torchrec_tpu.sparsecore.backends.reference import ReferenceBackend
+from torchrec_tpu.sparsecore.batch import StackBuffers
+from torchrec_tpu.sparsecore.layout import Combiner, Table
+from torchrec_tpu.sparsecore.optimizers import RULES
+from torchrec_tpu.sparsecore.preprocess import Preprocessor
+from torchrec_tpu.sparsecore.stacking import make_layout
+
+
+@pytest.fixture(autouse=True)
+def _restore_instruction_set():
+    before = _native.instruction_set()
+    yield
+    _native.set_instruction_set(before)
+
+
+@dataclasses.dataclass
+class Case:
+    """Weights, state and one batch of a small collection."""
+
+    layout: object
+    buffers: tuple[StackBuffers, ...]
+    geometry: object
+    num_floats: int
+    weights: list[np.ndarray]
+    grad: np.ndarray
+
+    def state(self, rule, seed=7):
+        """Fresh (tables, slots, operands)."""
+        rng = np.random.default_rng(seed)
+        slots = [
+            [
+                rng.random(slot.shape(*weights.shape), dtype=np.float32) + np.float32(0.1)
+                for slot in RULES[rule].slots
+            ]
+            for weights in self.weights
+        ]
+        operands = rng.random((len(self.weights), len(RULES[rule].operands)), dtype=np.float32)
+        return [w.copy() for w in self.weights], slots, operands
+
+    def lookup(self, backend):
+        out = np.full(self.num_floats, np.nan, np.float32)
+        backend.lookup(self.buffers, self.weights, self.geometry, out)
+        return out
+
+    def update(self, backend, rule, max_gradient=None, steps=2):
+        """All arrays after some steps; `steps` > 1 shows that state is used."""
+        tables, slots, operands = self.state(rule)
+        for _ in range(steps):
+            backend.update(
+                self.grad, self.buffers, tables, slots, operands, self.geometry, rule, max_gradient
+            )
+        return [*tables, *itertools.chain(*slots)]
+
+
+def table(name, rows, dim, combiner=Combiner.SUM, features=None):
+    return Table(
+        name=name,
+        num_embeddings=rows,
+        embedding_dim=dim,
+        combiner=combiner,
+        features=features or (f"{name}_f",),
+    )
+
+
+def make_case(tables, *, batch_size=13, max_length=5, seed=0, weighted=False, **layout):
+    """A batch with skewed ids, duplicates, and empty bags, through the preprocessor."""
+    layout = make_layout(tables, **layout)
+    rng = np.random.default_rng(seed)
+    keys = list(dict.fromkeys(feature.key for feature in layout.features))
+    rows = {
+        key: min(t.num_embeddings for t in tables if key in t.features) for key in keys
+    }
+    lengths, values = [], []
+    for key in keys:
+        length = rng.integers(0, max_length + 1, batch_size)
+        lengths.append(length)
+        values.append((rng.random(length.sum()) ** 3 * rows[key]).astype(np.int64))
+    values = np.concatenate(values)
+    weights = rng.random(len(values), dtype=np.float32) if weighted else None
+    batch = Preprocessor(layout, is_weighted=weighted)(
+        keys, values, lengths=np.concatenate(lengths), weights=weights
+    )
+    geometry = layout.geometry(batch)
+    num_floats = max(
+        (
+            f.out_offset + (f.num_samples - 1) * f.out_stride + f.out_stride
+            for f in geometry.features
+            if f.num_samples
+        ),
+        default=0,
+    )
+    return Case(
+        layout=layout,
+        buffers=batch.stacks,
+        geometry=geometry,
+        num_floats=num_floats,
+        weights=[
+            rng.standard_normal((t.table.num_embeddings, t.table.embedding_dim), dtype=np.float32)
+            for t in layout.stack_order_tables
+        ],
+        grad=rng.standard_normal(num_floats, dtype=np.float32),
+    )
+
+
+def assert_same_bits(actual, expected):
+    for a, b in zip(actual, expected, strict=True):
+        np.testing.assert_array_equal(a.view(np.int32), b.view(np.int32))
+
+
+def check(case, rule, max_gradient=None):
+    """Both operations on every instruction set and several thread counts, against the reference."""
+    reference = ReferenceBackend()
+    out = case.lookup(reference)
+    arrays = case.update(reference, rule, max_gradient)
+    for instruction_set in _native.instruction_sets():
+        _native.set_instruction_set(instruction_set)
+        for num_threads in (1, 2, 5):
+            backend = CpuBackend(num_threads=num_threads)
+            assert_same_bits([case.lookup(backend)], [out])
+            assert_same_bits(case.update(backend, rule, max_gradient), arrays)
+
+
+MIXED = [
+    table("a", 50, 16, Combiner.MEAN),
+    table("b", 3, 16, features=("b1", "shared")),
+    table("c", 200, 16, Combiner.SQRTN, features=("c1", "c2", "shared")),
+    table("d", 1000, 12),
+    table("e", 70, 24, Combiner.NONE, features=("e1", "e2")),
+]
+
+
+@pytest.mark.parametrize("rule", RULES.values(), ids=attrgetter("name"))
+@pytest.mark.parametrize("max_gradient", [None, 0.25])
+def test_every_rule_gives_the_bits_of_the_reference(rule, max_gradient):
+    check(make_case(MIXED), rule.name, max_gradient)
+
+
+@pytest.mark.parametrize(
+    "dim", [1, 2, 3, 7, 8, 12, 15, 16, 17, 24, 31, 32, 48, 64, 80, 96, 127, 128, 129, 144, 200]
+)
+@pytest.mark.parametrize("rule", ["adagrad", "rowwise_adagrad_l2"])
+def test_every_dim_gives_the_bits_of_the_reference(dim, rule):
+    check(make_case([table("t", 40, dim, Combiner.MEAN), table("u", 9, dim)]), rule)
+
+
+@pytest.mark.parametrize(
+    ("num_devices", "cores_per_device"),
+    [(1, 1), (1, 2), (3, 1), (2, 2), (3, 2), (4, 2), (64, 2)],
+    ids=lambda n: str(n),
+)
+@pytest.mark.parametrize("stacks", ["none", "auto"])
+def test_any_number_of_cores_gives_the_bits_of_the_reference(num_devices, cores_per_device, stacks):
+    case = make_case(
+        MIXED,
+        batch_size=150,
+        num_devices=num_devices,
+        cores_per_device=cores_per_device,
+        stacks=stacks,
+    )
+    check(case, "adam")
+
+
+def test_weighted_bags_give_the_bits_of_the_reference():
+    check(make_case(MIXED, weighted=True), "adagrad")
+
+
+def test_a_batch_without_ids_is_zeros_and_changes_nothing():
+    case = make_case(MIXED[:4], max_length=0)
+    assert not case.lookup(CpuBackend()).any()
+    assert_same_bits(case.update(CpuBackend(), "adam"), case.update(CpuBackend(), "adam", steps=0))
+    check(case, "adam")
+
+
+def test_one_id_per_sample_and_sequences_give_the_bits_of_the_reference():
+    tables = [
+        table("one", 30, 16),
+        table("seq", 500, 128, Combiner.NONE),
+        table("two", 500, 40, Combiner.NONE, features=("x", "y")),
+    ]
+    check(make_case(tables, max_length=1), "sgd")
+    check(make_case(tables, max_length=7, batch_size=40), "sgd")
+
+
+def test_long_runs_that_threads_share_give_the_bits_of_the_reference():
+    tables = [table("hot", 700, 16), table("cold", 100_000, 32), table("single", 1, 16)]
+    check(make_case(tables, batch_size=2500, max_length=20), "rowwise_adagrad")
+
+
+def test_negative_zero_and_nan_give_the_bits_of_the_reference():
+    case = make_case(MIXED)
+    for weights in case.weights:
+        weights[::2] = -0.0
+    case.grad[::3] = -0.0
+    check(case, "sgd")
+    case.grad[5] = np.nan
+    for backend in (ReferenceBackend(), CpuBackend()):
+        arrays = case.update(backend, "adagrad", max_gradient=0.5)
+        assert np.isnan(np.concatenate([a.ravel() for a in arrays])).any()
+
+
+def test_a_row_that_several_cores_name_gets_one_update():
+    case = make_case([table("t", 4, 16)], batch_size=64, num_devices=4, max_length=3)
+    pointers = case.buffers[0].row_pointers.reshape(8, 8)
+    assert (np.diff(pointers, axis=1).max(axis=1) > 0).sum() > 1
+    tables, slots, _ = case.state("adagrad")
+    slots[0][0][:] = 0
+    before = tables[0].copy()
+    operands = np.array([[1.0, 0.0]], np.float32)
+    CpuBackend().update(
+        case.grad, case.buffers, tables, slots, operands, case.geometry, "adagrad", None
+    )
+    # From state 0, one step moves every element by exactly the learning rate; two steps would not.
+    touched = slots[0][0] != 0
+    np.testing.assert_allclose(np.abs(tables[0] - before)[touched], 1, rtol=1e-5)
+
+
+def test_tables_left_out_of_the_geometry_are_not_touched():
+    case = make_case(MIXED, stacks="none")
+    kept = case.geometry.tables[1:3]
+    some = dataclasses.replace(case.geometry, tables=kept)
+    results = []
+    for backend in (ReferenceBackend(), CpuBackend()):
+        tables, slots, operands = case.state("adagrad")
+        backend.update(
+            case.grad, case.buffers, tables[1:3], slots[1:3], operands[1:3], some, "adagrad", None
+        )
+        results.append([*tables, *itertools.chain(*slots)])
+    assert_same_bits(*results)
+
+
+def test_an_update_of_a_big_table_allocates_next_to_nothing():
+    case = make_case([table("big", 4_000_000, 32)], batch_size=256)
+    tables, slots, operands = case.state("adagrad")
+    backend = CpuBackend()
+    before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+    backend.lookup(case.buffers, tables, case.geometry, np.empty(case.num_floats, np.float32))
+    backend.update(
+        case.grad, case.buffers, tables, slots, operands, case.geometry, "adagrad", None
+    )
+    extra_kilobytes = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before
+    assert extra_kilobytes * 1024 < 0.02 * tables[0].nbytes
+
+
+def _replace(case, stack=0, **arrays):
+    """The case with some elements of a stack's buffers changed: name=(index, value)."""
+    buffers = list(case.buffers)
+    changed = {}
+    for name, (index, value) in arrays.items():
+        changed[name] = getattr(buffers[stack], name).copy()
+        changed[name][index] = value
+    buffers[stack] = dataclasses.replace(buffers[stack], **changed)
+    return dataclasses.replace(case, buffers=tuple(buffers))
+
+
+@pytest.mark.parametrize(
+    ("arrays", "message"),
+    [
+        ({"row_pointers": (0, -1)}, "row pointer -1 is outside"),
+        ({"row_pointers": (1, 10**6)}, "row pointer 1000000 is outside"),
+        ({"row_pointers": (1, 0)}, "row pointer 0 is outside"),
+        ({"embedding_ids": (0, 10**6)}, "not sorted"),
+        ({"embedding_ids": (0, -5)}, "row -5"),
+        ({"sample_ids": (0, 7)}, "sample_ids"),
+        ({"sample_ids": (0, -1)}, "sample_ids"),
+        ({"sample_ids": (0, 2**31 - 1)}, "sample_ids"),
+    ],
+)
+@pytest.mark.parametrize("batch_size", [13])
+def test_corrupt_buffers_raise_and_change_nothing(arrays, message, batch_size):
+    case = _replace(make_case([table("t", 50, 16)], batch_size=batch_size), **arrays)
+    _check_raises(case, message)
+
+
+def test_a_row_behind_the_table_raises_and_changes_nothing():
+    case = make_case([table("t", 50, 16)])
+    end = case.buffers[0].row_pointers[0]
+    # 50 rows on 2 cores are 25 each, padded to 32
+    _check_raises(_replace(case, embedding_ids=(end - 1, 25)), "row 25 is not in table 0")
+    _check_raises(_replace(case, embedding_ids=(end - 1, 32)), "row 32")
+
+
+def test_a_padding_sample_raises_and_changes_nothing():
+    case = make_case([table("t", 50, 16, features=("f", "g"))], batch_size=13)
+    second_core = len(case.buffers[0].sample_ids) // 2
+    _check_raises(_replace(case, sample_ids=(second_core, 6)), "sample_ids")  # 13 = 7 + 6
+
+
+def _check_raises(case, message):
+    tables, slots, operands = case.state("adagrad")
+    before = [a.copy() for a in [*tables, *itertools.chain(*slots)]]
+    out = np.full(case.num_floats, 5, np.float32)
+    backend = CpuBackend()
+    with pytest.raises(ValueError, match=message):
+        backend.lookup(case.buffers, tables, case.geometry, out)
+    with pytest.raises(ValueError, match=message):
+        backend.update(
+            case.grad, case.buffers, tables, slots, operands, case.geometry, "adagrad", None
+        )
+    assert (out == 5).all()
+    assert_same_bits([*tables, *itertools.chain(*slots)], before)
+
+
+def test_arrays_that_do_not_fit_raise_and_name_themselves():
+    case = make_case([table("t", 50, 16)])
+    tables, slots, operands = case.state("adagrad")
+    backend = CpuBackend()
+
+    def update(grad=case.grad, tables=tables, slots=slots, operands=operands, rule="adagrad"):
+        backend.update(grad, case.buffers, tables, slots, operands, case.geometry, rule, None)
+
+    read_only = tables[0].copy()
+    read_only.flags.writeable = False
+    with pytest.raises(ValueError, match="table 0: is read-only"):
+        update(tables=[read_only])
+    with pytest.raises(ValueError, match=r"table 0: wanted shape \(50, 16\), got \(49, 16\)"):
+        update(tables=[tables[0][:-1]])
+    with pytest.raises(ValueError, match="table 0: wanted a contiguous array"):
+        update(tables=[np.asfortranarray(tables[0])])
+    with pytest.raises(TypeError, match="table 0: wanted a numpy array of float32"):
+        update(tables=[tables[0].astype(np.float64)])
+    with pytest.raises(ValueError, match="wanted 1 tables, got 2"):
+        update(tables=tables * 2)
+    with pytest.raises(ValueError, match="row slots"):
+        update(slots=[[]])
+    with pytest.raises(ValueError, match="operands: wanted shape"):
+        update(operands=operands[:, :1])
+    with pytest.raises(ValueError, match="floats of the output"):
+        update(grad=case.grad[:-1])
+    with pytest.raises(NotImplementedError, match="no fused 'lion' update"):
+        update(rule="lion")
+    with pytest.raises(ValueError, match="do not fit the header"):
+        _native.RowOps(_native.ThreadPool(1)).lookup([], [], [4, 4, 1, 9, 9], case.grad)
+
+
+def test_kernels_and_rules_are_the_same_list():
+    assert _native.rules() == list(RULES)
+
+
+def test_unknown_instruction_set_raises():
+    assert _native.instruction_sets()[-1] == "baseline"
+    with pytest.raises(ValueError, match="does not run here"):
+        _native.set_instruction_set("mmx")
