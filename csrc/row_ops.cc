@@ -289,7 +289,7 @@ struct RowOps::Scratch {
   Buffer<float> compact;
 
   const Geometry* geometry = nullptr;
-  std::span<const StackBuffers> stacks;
+  std::span<const PackedStack> stacks;
   std::int64_t core_stride = 0;
   std::int64_t partition_stride = 0;
 
@@ -312,9 +312,8 @@ struct RowOps::Scratch {
     return id < 0 ? id + geometry->num_cores : id;
   }
 
-  std::string Index(const Geometry& g, std::span<const StackBuffers> buffers,
-                    std::size_t num_floats, bool cores_adjacent, const RowKernels& kernels,
-                    ThreadPool& pool);
+  std::string Index(const Geometry& g, std::span<const PackedStack> buffers, std::size_t num_floats,
+                    bool cores_adjacent, const RowKernels& kernels, ThreadPool& pool);
   std::string IndexCore(std::int64_t stack, std::int64_t first_table, std::int64_t last_table,
                         std::int64_t core, const RowKernels& kernels);
   void PlanLookup(int num_threads);
@@ -325,7 +324,7 @@ struct RowOps::Scratch {
 // Checks the buffers and finds where each table's run begins in each (core, partition). One plane
 // of cuts holds that for one table: the entry of core c and partition p is at c * core_stride + p *
 // partition_stride. A stack has one more plane than tables: the ends.
-std::string RowOps::Scratch::Index(const Geometry& g, std::span<const StackBuffers> buffers,
+std::string RowOps::Scratch::Index(const Geometry& g, std::span<const PackedStack> buffers,
                                    std::size_t num_floats, bool cores_adjacent,
                                    const RowKernels& kernels, ThreadPool& pool) {
   geometry = &g;
@@ -335,7 +334,7 @@ std::string RowOps::Scratch::Index(const Geometry& g, std::span<const StackBuffe
   if (static_cast<std::int64_t>(stacks.size()) != g.num_stacks)
     return Concat("got buffers of ", stacks.size(), " stacks, the geometry has ", g.num_stacks);
   for (std::int64_t s = 0; s < g.num_stacks; ++s) {
-    const StackBuffers& stack = stacks[s];
+    const PackedStack& stack = stacks[s];
     const std::size_t slots = stack.embedding_ids.size();
     if (static_cast<std::int64_t>(stack.row_pointers.size()) !=
         g.num_local_cores * std::max<std::int64_t>(g.num_cores, 8))
@@ -418,7 +417,7 @@ std::string RowOps::Scratch::IndexCore(std::int64_t stack, std::int64_t first_ta
     const auto find = [&](std::int64_t from, std::int64_t row) {
       return std::lower_bound(ids + from, ids + end, row) - ids;
     };
-    std::int64_t last = begin;
+    std::int64_t last = begin, num_found = 0;
     for (std::int64_t t = first_table; t < last_table; ++t) {
       const TableGeometry& table = g.tables[t];
       const std::int64_t first = find(last, table.row_offset);
@@ -436,7 +435,10 @@ std::string RowOps::Scratch::IndexCore(std::int64_t stack, std::int64_t first_ta
                               table.num_features))
         return Concat(where(p), "sample_ids of table ", t, " are outside its features");
       entries[t * g.num_local_cores + core] += last - first;
+      num_found += last - first;
     }
+    if (first_table < last_table && num_found < end - begin)
+      return Concat(where(p), end - begin - num_found, " embedding_ids are in no table");
     begin = std::min(RoundUp(end, 8), slots);
   }
   return {};
@@ -556,7 +558,7 @@ void RowOps::Scratch::PlanUpdate(int num_threads) {
 void RowOps::Scratch::MergeTask(const UpdateTask& task, Thread& thread) {
   const TableGeometry& table = geometry->tables[task.table];
   const TableSamples samples = Samples(table);
-  const StackBuffers& stack = stacks[table.stack];
+  const PackedStack& stack = stacks[table.stack];
   const std::int64_t slots = SlotsPerCore(table.stack);
   std::vector<Entries>& lists = thread.lists;
   lists.clear();
@@ -593,7 +595,7 @@ void RowOps::Scratch::MergeTask(const UpdateTask& task, Thread& thread) {
 RowOps::RowOps(ThreadPool& pool) : pool_(pool), scratch_(std::make_unique<Scratch>()) {}
 RowOps::~RowOps() = default;
 
-std::string RowOps::Lookup(const Geometry& geometry, std::span<const StackBuffers> stacks,
+std::string RowOps::Lookup(const Geometry& geometry, std::span<const PackedStack> stacks,
                            std::span<const float* const> tables, std::span<float> out) {
   const std::lock_guard lock(mutex_);
   const RowKernels& kernels = *CurrentKernels().load();
@@ -606,7 +608,7 @@ std::string RowOps::Lookup(const Geometry& geometry, std::span<const StackBuffer
   pool_.Run(static_cast<std::int64_t>(scratch.lookups.size()), [&](std::int64_t i, int thread) {
     const Scratch::LookupTask& task = scratch.lookups[i];
     const TableGeometry& table = geometry.tables[task.table];
-    const StackBuffers& stack = stacks[table.stack];
+    const PackedStack& stack = stacks[table.stack];
     const std::int64_t first_slot = task.core * scratch.SlotsPerCore(table.stack);
     const TableSamples samples = scratch.Samples(table);
     const std::int64_t begins =
@@ -643,7 +645,7 @@ std::string RowOps::Lookup(const Geometry& geometry, std::span<const StackBuffer
   return {};
 }
 
-std::string RowOps::Update(const Geometry& geometry, std::span<const StackBuffers> stacks,
+std::string RowOps::Update(const Geometry& geometry, std::span<const PackedStack> stacks,
                            std::span<const TableState> tables, std::span<const float> grad,
                            std::span<const float> operands, std::string_view rule,
                            float max_gradient) {

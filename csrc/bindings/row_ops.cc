@@ -49,11 +49,11 @@ Geometry DecodeGeometry(const std::vector<std::int64_t>& ints) {
   return geometry;
 }
 
-std::vector<StackBuffers> BorrowStacks(const py::sequence& buffers, const Geometry& geometry) {
+std::vector<PackedStack> BorrowStacks(const py::sequence& buffers, const Geometry& geometry) {
   if (static_cast<std::int64_t>(buffers.size()) != 4 * geometry.num_stacks)
     throw py::value_error("wanted 4 buffers for each of " + std::to_string(geometry.num_stacks) +
                           " stacks, got " + std::to_string(buffers.size()));
-  std::vector<StackBuffers> stacks;
+  std::vector<PackedStack> stacks;
   for (std::size_t s = 0; s < buffers.size(); s += 4) {
     const std::string stack = "stack " + std::to_string(s / 4) + " ";
     stacks.push_back({Borrow<const std::int32_t>(buffers[s], stack + "row_pointers"),
@@ -73,7 +73,7 @@ void CheckCount(std::size_t got, std::size_t wanted, const std::string& what) {
 void Lookup(RowOps& ops, const py::sequence& buffers, const py::sequence& tables,
             const std::vector<std::int64_t>& geometry_ints, const py::object& out) {
   const Geometry geometry = DecodeGeometry(geometry_ints);
-  const std::vector<StackBuffers> stacks = BorrowStacks(buffers, geometry);
+  const std::vector<PackedStack> stacks = BorrowStacks(buffers, geometry);
   CheckCount(tables.size(), geometry.tables.size(), "tables");
   std::vector<const float*> weights;
   for (std::size_t t = 0; t < tables.size(); ++t) {
@@ -96,7 +96,7 @@ void Update(RowOps& ops, const py::object& grad, const py::sequence& buffers,
             const std::vector<std::int64_t>& geometry_ints, const std::string& rule,
             float max_gradient) {
   const Geometry geometry = DecodeGeometry(geometry_ints);
-  const std::vector<StackBuffers> stacks = BorrowStacks(buffers, geometry);
+  const std::vector<PackedStack> stacks = BorrowStacks(buffers, geometry);
   const std::optional<RuleShape> shape = FindRule(rule);
   if (!shape) throw py::value_error("no fused update for rule '" + rule + "'");
   CheckCount(tables.size(), geometry.tables.size(), "tables");

@@ -32,7 +32,8 @@ struct FeatureGeometry {
   std::int64_t sample_offset, samples_per_core, num_samples, out_offset, out_stride;
 };
 
-// Shapes and places of one batch; tables and features in stack order.
+// Shapes and places of one batch; tables and features in stack order. It has all tables of a stack
+// or none: an update may leave stacks out.
 struct Geometry {
   std::int64_t num_cores = 0;        // P
   std::int64_t num_local_cores = 0;  // C
@@ -46,7 +47,7 @@ struct Geometry {
 };
 
 // One stack's packed ids: core c owns row pointers [c * max(P, 8), ...) and slots [c * N / C, ...).
-struct StackBuffers {
+struct PackedStack {
   std::span<const std::int32_t> row_pointers;   // (C * max(P, 8))
   std::span<const std::int32_t> embedding_ids;  // (N)
   std::span<const std::int32_t> sample_ids;     // (N)
@@ -85,13 +86,13 @@ class RowOps {
 
   // Writes the vectors of all samples: sums of gain * row in (partition, row) order; zeros for a
   // sample without ids.
-  [[nodiscard]] std::string Lookup(const Geometry& geometry, std::span<const StackBuffers> stacks,
+  [[nodiscard]] std::string Lookup(const Geometry& geometry, std::span<const PackedStack> stacks,
                                    std::span<const float* const> tables, std::span<float> out);
 
   // One optimizer step for every row that the buffers name. Its gradient is the sum of gain *
   // gradient over (source core, sample), each element of the gradient first clipped to
   // [-max_gradient, max_gradient] when max_gradient > 0. `operands` is (tables, num_operands).
-  [[nodiscard]] std::string Update(const Geometry& geometry, std::span<const StackBuffers> stacks,
+  [[nodiscard]] std::string Update(const Geometry& geometry, std::span<const PackedStack> stacks,
                                    std::span<const TableState> tables, std::span<const float> grad,
                                    std::span<const float> operands, std::string_view rule,
                                    float max_gradient);
