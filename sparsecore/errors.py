@@ -105,6 +105,18 @@ class CapacityError(TorchrecTpuError, ValueError):
         )
 
 
+class TableError(TorchrecTpuError, ValueError):
+    """A table that this collection cannot hold: its dtype, kind or device."""
+
+
+class BackwardError(TorchrecTpuError, RuntimeError):
+    """A lookup that is differentiated twice; its fused update runs in the first backward."""
+
+
+class UnshardedError(TorchrecTpuError, RuntimeError):
+    """Training of unsharded tables in one of several processes, where replicas would diverge."""
+
+
 class OptimizerError(TorchrecTpuError, ValueError):
     """An optimizer, or an option of one, that has no fused update here."""
 

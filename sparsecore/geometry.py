@@ -9,7 +9,7 @@ gradient, starts at float out_offset + i * out_stride of the flat output.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import NamedTuple
 
 
@@ -58,6 +58,19 @@ class Geometry:
     num_stacks: int
     tables: tuple[TableGeometry, ...]
     features: tuple[FeatureGeometry, ...]
+
+    def select(self, tables: Sequence[int]) -> Geometry:
+        """The same batch with only some of its tables, given by index in ascending order.
+
+        Stacks keep their numbers: an update with the result reads the same buffers and skips the
+        ids of all other tables.
+        """
+        chosen: list[TableGeometry] = []
+        features: list[FeatureGeometry] = []
+        for table in (self.tables[index] for index in tables):
+            chosen.append(table._replace(first_feature=len(features)))
+            features += self.features[table.first_feature :][: table.num_features]
+        return replace(self, tables=tuple(chosen), features=tuple(features))
 
     def encode(self) -> list[int]:
         """5 header ints (cores, local cores, stacks, tables, features), 7 a table, 5 a feature."""

@@ -1,0 +1,73 @@
+"""Makes TorchRec and what is installed beside it work together; says so when they cannot."""
+
+from __future__ import annotations
+
+from importlib import metadata
+from typing import Final
+
+import torch
+
+KNOWN_GOOD: Final = {"torch": "2.13.0", "torchrec": "1.9.2", "fbgemm-gpu-cpu": "1.8.0"}
+"""Versions that are tested together."""
+
+_FBGEMM_OPS: Final = (
+    "asynchronous_complete_cumsum",
+    "jagged_2d_to_dense",
+    "permute_2D_sparse_data",
+    "block_bucketize_sparse_features",
+)
+
+
+def require_torchrec() -> None:
+    """Imports TorchRec, with an error that names the versions which belong together.
+
+    torchrec and fbgemm-gpu are built for one torch each; a wrong pair shows as a missing operator
+    somewhere deep in either.
+
+    Raises:
+        ImportError: TorchRec does not import, or FBGEMM lacks operators that it calls.
+    """
+    try:
+        import torchrec  # noqa: F401
+    except (ImportError, AttributeError, OSError, RuntimeError) as error:
+        raise ImportError(f"torchrec does not import: {error}. {_advice()}") from error
+    missing = [name for name in _FBGEMM_OPS if not hasattr(torch.ops.fbgemm, name)]
+    if missing:
+        raise ImportError(f"torch.ops.fbgemm lacks {', '.join(missing)}. {_advice()}")
+
+
+def let_torchrec_ask_for_a_tpu() -> None:
+    """Lets TorchRec call `torch.tpu.is_available()` when torch_tpu has loaded itself.
+
+    torchrec 1.9.2 asks that in every all-to-all, also on gloo and CPU; torch_tpu 0.2.0 raises
+    RuntimeError when anyone but torch asks. The answer here is what the public
+    `torch.accelerator` API says. Nothing is done without torch_tpu, or where asking works.
+    """
+    tpu = getattr(torch, "tpu", None)
+    if tpu is None:
+        return
+    try:
+        tpu.is_available()
+    except RuntimeError:
+        tpu.is_available = _tpu_is_available
+
+
+def _tpu_is_available() -> bool:
+    accelerator = torch.accelerator.current_accelerator(check_available=True)
+    return accelerator is not None and accelerator.type == "tpu"
+
+
+def _advice() -> str:
+    found = ", ".join(f"{name} {_version(name)}" for name in (*KNOWN_GOOD, "fbgemm-gpu"))
+    wanted = ", ".join(f"{name}=={version}" for name, version in KNOWN_GOOD.items())
+    return (
+        f"Found: {found}. Tested together: {wanted}; install torchrec with --no-deps, because its "
+        "own requirements put the CUDA build of fbgemm-gpu over the CPU one"
+    )
+
+
+def _version(distribution: str) -> str:
+    try:
+        return metadata.version(distribution)
+    except metadata.PackageNotFoundError:
+        return "absent"

@@ -1,0 +1,683 @@
+"""Embedding collections whose lookup and update run on SparseCores, or on the CPU in their stead.
+
+`SparseCoreEmbeddingBagCollection` and `SparseCoreEmbeddingCollection` take the configs of
+TorchRec's collections and return what those return; weights have the same names, shapes and first
+values. The optimizer is part of the module: `loss.backward()` updates the tables.
+
+Legend: B batch size, F features, V num_embeddings, D embedding_dim, N_f ids of a sequence feature.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from typing import Any, Literal, Self, TypedDict, Unpack
+
+import torch
+import torch.distributed
+from torch import Tensor, nn
+from torchrec.modules.embedding_configs import (
+    BaseEmbeddingConfig,
+    DataType,
+    EmbeddingBagConfig,
+    EmbeddingConfig,
+    PoolingType,
+)
+from torchrec.modules.embedding_modules import (
+    EmbeddingBagCollection,
+    EmbeddingBagCollectionInterface,
+    EmbeddingCollection,
+    EmbeddingCollectionInterface,
+    get_embedding_names_by_table,
+)
+from torchrec.optim.fused import FusedOptimizerModule
+from torchrec.sparse.jagged_tensor import JaggedTensor, KeyedJaggedTensor, KeyedTensor
+from torchrec.sparse.tensor_dict import maybe_td_to_kjt
+
+from torchrec_tpu.sharding.optimizer import FusedEmbeddingOptimizer
+from torchrec_tpu.sparsecore import ops
+from torchrec_tpu.sparsecore.batch import SparseBatch, Stats
+from torchrec_tpu.sparsecore.capacity import Capacity
+from torchrec_tpu.sparsecore.errors import (
+    BatchLayoutError,
+    KjtError,
+    OptimizerError,
+    TableError,
+    UnshardedError,
+    WeightsError,
+)
+from torchrec_tpu.sparsecore.layout import Combiner, Layout, Table
+from torchrec_tpu.sparsecore.optimizers import OptimizerSpec, adagrad
+from torchrec_tpu.sparsecore.preprocess import IdPolicy, Preprocessor
+from torchrec_tpu.sparsecore.stacking import make_layout
+
+Stacks = Literal["auto", "none"] | Sequence[Sequence[str]]
+
+_COMBINERS = {PoolingType.SUM: Combiner.SUM, PoolingType.MEAN: Combiner.MEAN}
+
+_PREPARED = "_torchrec_tpu_batches"
+"""KJT attribute: batch key -> (version of the KJT's tensors, SparseBatch)."""
+
+
+class Options(TypedDict, total=False):
+    """How a collection is laid out and fed. None of it changes results.
+
+    Attributes:
+        num_devices: devices that the tables are laid out on; 1 by default.
+        cores_per_device: SparseCores a device; 2 by default.
+        stacks: "auto" (default) lays small tables end to end, "none" keeps every table alone, or
+            lists of table names.
+        capacity: static limits by stack name, from `calibrate`; by default buffers take the size
+            that each batch needs.
+        batch_size: largest batch that will come; by default any.
+        id_policy: what happens to an id outside its table: "error" (default), "clamp" to row 0, or
+            "drop".
+        num_threads: preprocessing threads; as many as the machine has cores by default.
+    """
+
+    num_devices: int
+    cores_per_device: int
+    stacks: Stacks
+    capacity: Mapping[str, Capacity] | None
+    batch_size: int | None
+    id_policy: IdPolicy
+    num_threads: int | None
+
+
+class _Collection(FusedOptimizerModule, nn.Module):
+    """What pooled and sequence collections share: layout, batches, lookup, optimizer."""
+
+    _tables_name: str  # attribute that holds the tables, as in TorchRec
+    _combiner: Callable[[Any], Combiner]
+
+    def _set_up(
+        self,
+        source: EmbeddingBagCollection | EmbeddingCollection,
+        configs: Sequence[BaseEmbeddingConfig],
+        optimizer: OptimizerSpec | Mapping[str, OptimizerSpec],
+        *,
+        is_weighted: bool = False,
+        num_devices: int = 1,
+        cores_per_device: int = 2,
+        stacks: Stacks = "auto",
+        capacity: Mapping[str, Capacity] | None = None,
+        batch_size: int | None = None,
+        id_policy: IdPolicy = "error",
+        num_threads: int | None = None,
+    ) -> None:
+        """Takes over the table modules of `source`: the same names and the same storage."""
+        modules: nn.ModuleDict = getattr(source, self._tables_name)
+        weights = weights_of(modules)
+        specs = _spec_per_table(optimizer, list(weights))
+        tables = []
+        for config in configs:
+            check_table(config, weights[config.name])
+            tables.append(
+                Table(
+                    name=config.name,
+                    num_embeddings=config.num_embeddings,
+                    embedding_dim=config.embedding_dim,
+                    combiner=type(self)._combiner(config),
+                    features=tuple(config.feature_names),
+                    group=specs[config.name].group,
+                )
+            )
+        self._layout = make_layout(
+            tables,
+            num_devices=num_devices,
+            cores_per_device=cores_per_device,
+            stacks=stacks,
+            **({} if batch_size is None else {"batch_size": batch_size}),
+        )
+        self._table_order = [t.table.name for t in self._layout.stack_order_tables]
+        self._is_weighted = is_weighted
+        self._batch_size = batch_size
+        self._id_policy: IdPolicy = id_policy
+        self._num_threads = num_threads
+        self._capacity = None if capacity is None else dict(capacity)
+        self._preprocessor = self._new_preprocessor()
+        self.register_module(self._tables_name, modules)
+        self._optimizer = FusedEmbeddingOptimizer(
+            weights, specs, key=lambda table: f"{self._tables_name}.{table}.weight"
+        )
+
+    def _new_preprocessor(self) -> Preprocessor:
+        return Preprocessor(
+            self._layout,
+            batch_size=self._batch_size,
+            capacity=self._capacity,
+            num_threads=self._num_threads,
+            id_policy=self._id_policy,
+            is_weighted=self._is_weighted,
+        )
+
+    @property
+    def layout(self) -> Layout:
+        """Where every row lives; its repr shows stacks and tables."""
+        return self._layout
+
+    @property
+    def capacity(self) -> Mapping[str, Capacity] | None:
+        """Static limits by stack name; None when buffers take the size that a batch needs."""
+        return self._capacity
+
+    @capacity.setter
+    def capacity(self, capacity: Mapping[str, Capacity] | None) -> None:
+        self._capacity, old = None if capacity is None else dict(capacity), self._capacity
+        try:
+            self._preprocessor = self._new_preprocessor()
+        except Exception:
+            self._capacity = old
+            raise
+
+    @property
+    def fused_optimizer(self) -> FusedEmbeddingOptimizer:
+        """The optimizer that runs in backward: learning rates, state, checkpoints."""
+        return self._optimizer
+
+    @property
+    def device(self) -> torch.device:
+        """Where the tables are."""
+        return next(self._weights().values().__iter__()).device
+
+    def preprocess(self, features: KeyedJaggedTensor) -> SparseBatch:
+        """The packed form of a KJT, which `forward` accepts in its place.
+
+        Raises:
+            KjtError: arrays that contradict each other, or a variable batch size per key.
+            MissingKeyError: the KJT lacks a key.
+            WeightsError: weights are missing although is_weighted=True, or ask for a gradient.
+            IdRangeError: an id is outside its table.
+            BatchSizeError, CapacityError: the batch exceeds a static limit.
+        """
+        return self._preprocessor(**self._arrays(features))
+
+    def measure(self, features: KeyedJaggedTensor) -> Stats:
+        """What a KJT needs of the static limits; they are not enforced. See `calibrate`.
+
+        Raises:
+            KjtError, MissingKeyError, WeightsError, IdRangeError, BatchSizeError: as `preprocess`.
+        """
+        return self._preprocessor.measure(**self._arrays(features))
+
+    def _arrays(self, features: KeyedJaggedTensor) -> dict[str, Any]:
+        """The KJT as the preprocessor's arguments, sharing its memory."""
+        if features.variable_stride_per_key() or features.inverse_indices_or_none() is not None:
+            raise KjtError(
+                "the KJT has a variable batch size per key (stride_per_key_per_rank or "
+                "inverse_indices), which is not supported; expand it to one batch size first"
+            )
+        keys, stride = features.keys(), features.stride()
+        arrays = {
+            "values": features.values(),
+            "lengths": features.lengths_or_none(),
+            "offsets": features.offsets_or_none(),
+            "weights": self._usable_weights(features.weights_or_none()),
+        }
+        for name, tensor in arrays.items():
+            if tensor is not None and tensor.device.type != "cpu":
+                raise KjtError(
+                    f"the KJT's {name} are on {tensor.device}; preprocessing reads them on cpu: "
+                    "pass kjt.to('cpu')"
+                )
+        lengths = arrays["lengths"]
+        if lengths is not None and lengths.numel() != stride * len(keys):
+            raise KjtError(
+                f"the KJT has {lengths.numel()} lengths for {len(keys)} keys {keys} and batch size "
+                f"{stride}, expected {stride * len(keys)}"
+            )
+        return {"keys": keys} | {
+            name: None if tensor is None else tensor.detach().numpy()
+            for name, tensor in arrays.items()
+        }
+
+    def _usable_weights(self, weights: Tensor | None) -> Tensor | None:
+        """The weights to preprocess; it warns of those that is_weighted=False ignores."""
+        is_differentiated = weights is not None and weights.requires_grad
+        if self._is_weighted and is_differentiated and torch.is_grad_enabled():
+            raise WeightsError(
+                "the KJT's weights require a gradient, which a fused update does not compute; "
+                "detach them, or keep this collection in TorchRec"
+            )
+        return weights
+
+    def attach(self, features: KeyedJaggedTensor) -> SparseBatch:
+        """Preprocesses a KJT ahead of `forward` and leaves the result on it.
+
+        `forward` uses it as long as the KJT's tensors are not changed in place. A copy of the KJT
+        (`to`, `permute`, ...) does not carry it and is preprocessed again.
+        """
+        batch = self._attached(features)
+        if batch is None:
+            batch = self.preprocess(features)
+            prepared = getattr(features, _PREPARED, None)
+            if prepared is None:
+                prepared = {}
+                setattr(features, _PREPARED, prepared)
+            prepared[self._batch_key] = (_version(features), batch)
+        return batch
+
+    def _attached(self, features: KeyedJaggedTensor) -> SparseBatch | None:
+        prepared = getattr(features, _PREPARED, {}).get(self._batch_key)
+        if prepared is None or prepared[0] != _version(features):
+            return None
+        batch: SparseBatch = prepared[1]
+        return batch
+
+    @property
+    def _batch_key(self) -> tuple[object, ...]:
+        """Modules with equal keys make equal batches."""
+        capacity = None if self._capacity is None else tuple(sorted(self._capacity.items()))
+        return (
+            self._layout.fingerprint,
+            self._is_weighted,
+            self._id_policy,
+            self._batch_size,
+            capacity,
+        )
+
+    def _batch_of(self, features: KeyedJaggedTensor | SparseBatch) -> SparseBatch:
+        if isinstance(features, SparseBatch):
+            if features.fingerprint != self._layout.fingerprint:
+                raise BatchLayoutError(
+                    f"the SparseBatch was made for layout {features.fingerprint[:12]}, this module "
+                    f"has {self._layout.fingerprint[:12]}: use its own preprocess()"
+                )
+            return features
+        return self._attached(features) or self.preprocess(features)
+
+    def _lookup(self, batch: SparseBatch, out_shape: Sequence[int]) -> Tensor:
+        weights = self._weights()
+        training = torch.is_grad_enabled() and any(w.requires_grad for w in weights.values())
+        if training:
+            self._refuse_replicas()
+        if self.device.type == "meta":
+            raise TableError(
+                f"tables {self._table_order} are on the meta device: call "
+                'to_empty(device="cpu") and reset_parameters(), or load a checkpoint'
+            )
+        buffers = ops.as_tensors(batch)
+        geometry = self._layout.geometry(batch)
+
+        def update(grad: Tensor) -> None:
+            self._optimizer.update(grad, buffers, geometry, self._table_order)
+
+        return ops.lookup(
+            buffers,
+            [weights[name] for name in self._table_order],
+            geometry,
+            out_shape,
+            update=update if training else None,
+        )
+
+    def _refuse_replicas(self) -> None:
+        distributed = torch.distributed
+        if not (distributed.is_available() and distributed.is_initialized()):
+            return
+        if (world_size := distributed.get_world_size()) > 1:
+            raise UnshardedError(
+                f"tables {self._table_order} are not sharded, and this is one of {world_size} "
+                "processes: each would update its own copy and the copies would drift apart. Train "
+                "in one process, or shard the TorchRec model with DistributedModelParallel; "
+                "inference works (torch.no_grad())"
+            )
+
+    def _weights(self) -> dict[str, nn.Parameter]:
+        return weights_of(getattr(self, self._tables_name))
+
+    def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> Self:
+        probe = fn(torch.empty(0))
+        if probe.dtype != torch.float32 or probe.device.type not in ("cpu", "meta"):
+            raise TableError(
+                f"tables {self._table_order} are float32 on cpu, they cannot become {probe.dtype} "
+                f"on {probe.device}"
+            )
+        super()._apply(fn, recurse)  # type: ignore[no-untyped-call]
+        self._optimizer.rebind(self._weights())
+        return self
+
+    def __getstate__(self) -> dict[str, Any]:
+        """All but the preprocessor, whose threads and scratch memory cannot be copied."""
+        return {**self.__dict__, "_preprocessor": None}
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        super().__setstate__(state)  # type: ignore[no-untyped-call]
+        self._preprocessor = self._new_preprocessor()
+        self._optimizer.mark_parameters()
+
+    def extra_repr(self) -> str:
+        """Layout and optimizers, for `print(model)`."""
+        specs = dict.fromkeys(repr(self._optimizer.spec(name)) for name in self._weights())
+        return f"{self._layout!r}\noptimizer: {', '.join(specs)}"
+
+
+class SparseCoreEmbeddingBagCollection(_Collection, EmbeddingBagCollectionInterface):
+    """Pooled embeddings of several tables: TorchRec's `EmbeddingBagCollection` with its optimizer.
+
+    Parameters are `embedding_bags.<table>.weight`, (V, D). Under the same seed they start with the
+    same bits as TorchRec's.
+
+    Args:
+        tables: configs; float32 only.
+        is_weighted: whether KJTs carry a weight per id. MEAN divides by the sum of weights.
+        device: "cpu", or "meta" to allocate later.
+        optimizer: one for all tables, or one per table name.
+        options: see `Options`.
+
+    Raises:
+        TableError: a table has another dtype or kind.
+        LayoutError: tables, features or stacks contradict each other.
+        OptimizerError: `optimizer` names other tables.
+
+    >>> import torch, torchrec
+    >>> ebc = SparseCoreEmbeddingBagCollection(
+    ...     [torchrec.EmbeddingBagConfig(num_embeddings=4, embedding_dim=2, name="t",
+    ...                                  feature_names=["f"])])
+    >>> kjt = torchrec.KeyedJaggedTensor(
+    ...     keys=["f"], values=torch.tensor([0, 3, 3]), lengths=torch.tensor([1, 0, 2]))
+    >>> ebc(kjt)["f"].shape
+    torch.Size([3, 2])
+    """
+
+    _tables_name = "embedding_bags"
+
+    def __init__(
+        self,
+        tables: list[EmbeddingBagConfig],
+        is_weighted: bool = False,
+        device: torch.device | str | None = None,
+        *,
+        optimizer: OptimizerSpec | Mapping[str, OptimizerSpec] | None = None,
+        **options: Unpack[Options],
+    ) -> None:
+        _check_kinds(tables)
+        source = EmbeddingBagCollection(
+            tables=tables, is_weighted=is_weighted, device=_device(device)
+        )
+        self._adopt(source, optimizer or adagrad(), **options)
+
+    @classmethod
+    def from_torchrec(
+        cls,
+        collection: EmbeddingBagCollection,
+        *,
+        optimizer: OptimizerSpec | Mapping[str, OptimizerSpec],
+        **options: Unpack[Options],
+    ) -> Self:
+        """A collection that shares its tables, parameter by parameter, with TorchRec's."""
+        self = cls.__new__(cls)
+        self._adopt(collection, optimizer, **options)
+        return self
+
+    def _adopt(
+        self,
+        source: EmbeddingBagCollection,
+        optimizer: OptimizerSpec | Mapping[str, OptimizerSpec],
+        **options: Unpack[Options],
+    ) -> None:
+        nn.Module.__init__(self)
+        self._configs = source.embedding_bag_configs()
+        self._embedding_names = [
+            name for names in get_embedding_names_by_table(self._configs) for name in names
+        ]
+        self._widths = [
+            config.embedding_dim for config in self._configs for _ in config.feature_names
+        ]
+        self._set_up(source, self._configs, optimizer, is_weighted=source.is_weighted(), **options)
+        self.train(source.training)
+
+    @staticmethod
+    def _combiner(config: EmbeddingBagConfig) -> Combiner:
+        try:
+            return _COMBINERS[config.pooling]
+        except KeyError:
+            raise TableError(
+                f"table {config.name!r}: pooling {config.pooling} is not one of "
+                f"{[pooling.value for pooling in _COMBINERS]}"
+            ) from None
+
+    def forward(self, features: KeyedJaggedTensor | SparseBatch) -> KeyedTensor:
+        """Pools the rows of every bag; an empty bag gives zeros.
+
+        Args:
+            features: KJT with at least the features of the tables, or `preprocess`'s result.
+
+        Returns:
+            float32 (B, sum of D), one block of columns a feature, in config order.
+        """
+        if not isinstance(features, SparseBatch):
+            features = maybe_td_to_kjt(features, None)
+        batch = self._batch_of(features)
+        return KeyedTensor(
+            keys=self._embedding_names,
+            length_per_key=self._widths,
+            values=self._lookup(batch, (batch.batch_size, sum(self._widths))),
+        )
+
+    def embedding_bag_configs(self) -> list[EmbeddingBagConfig]:
+        """The configs, in output order."""
+        return self._configs
+
+    def is_weighted(self) -> bool:
+        """Whether KJTs must have weights."""
+        return self._is_weighted
+
+    def reset_parameters(self) -> None:
+        """Gives every table its first values again, by the config's init_fn."""
+        _reset(self._configs, self._weights())
+
+
+class SparseCoreEmbeddingCollection(_Collection, EmbeddingCollectionInterface):
+    """Embeddings of sequences: TorchRec's `EmbeddingCollection` with its optimizer.
+
+    Parameters are `embeddings.<table>.weight`, (V, D), the same D for all tables. Under the same
+    seed they start with the same bits as TorchRec's. A KJT's weights are ignored, as there.
+
+    Args:
+        tables: configs; float32 only.
+        device: "cpu", or "meta" to allocate later.
+        need_indices: whether the ids come back as the `weights` of the results.
+        optimizer: one for all tables, or one per table name.
+        options: see `Options`.
+
+    Raises:
+        TableError: a table has another dtype or kind.
+        LayoutError: tables, features or stacks contradict each other.
+        OptimizerError: `optimizer` names other tables.
+
+    >>> import torch, torchrec
+    >>> ec = SparseCoreEmbeddingCollection(
+    ...     [torchrec.EmbeddingConfig(num_embeddings=4, embedding_dim=2, name="t",
+    ...                               feature_names=["f"])])
+    >>> kjt = torchrec.KeyedJaggedTensor(
+    ...     keys=["f"], values=torch.tensor([0, 3, 3]), lengths=torch.tensor([1, 0, 2]))
+    >>> ec(kjt)["f"].values().shape, ec(kjt)["f"].lengths()
+    (torch.Size([3, 2]), tensor([1, 0, 2]))
+    """
+
+    _tables_name = "embeddings"
+
+    def __init__(
+        self,
+        tables: list[EmbeddingConfig],
+        device: torch.device | str | None = None,
+        need_indices: bool = False,
+        *,
+        optimizer: OptimizerSpec | Mapping[str, OptimizerSpec] | None = None,
+        **options: Unpack[Options],
+    ) -> None:
+        _check_kinds(tables)
+        source = EmbeddingCollection(
+            tables=tables, device=_device(device), need_indices=need_indices
+        )
+        self._adopt(source, optimizer or adagrad(), **options)
+
+    @classmethod
+    def from_torchrec(
+        cls,
+        collection: EmbeddingCollection,
+        *,
+        optimizer: OptimizerSpec | Mapping[str, OptimizerSpec],
+        **options: Unpack[Options],
+    ) -> Self:
+        """A collection that shares its tables, parameter by parameter, with TorchRec's."""
+        self = cls.__new__(cls)
+        self._adopt(collection, optimizer, **options)
+        return self
+
+    def _adopt(
+        self,
+        source: EmbeddingCollection,
+        optimizer: OptimizerSpec | Mapping[str, OptimizerSpec],
+        **options: Unpack[Options],
+    ) -> None:
+        nn.Module.__init__(self)
+        self._configs = source.embedding_configs()
+        self._names_by_table = source.embedding_names_by_table()
+        self._need_indices = source.need_indices()
+        self._dim = source.embedding_dim()
+        self._set_up(source, self._configs, optimizer, **options)
+        self.train(source.training)
+
+    @staticmethod
+    def _combiner(config: EmbeddingConfig) -> Combiner:  # noqa: ARG004
+        return Combiner.NONE
+
+    def _usable_weights(self, weights: Tensor | None) -> Tensor | None:  # noqa: ARG002
+        return None  # TorchRec's sequences know no weights either
+
+    def forward(self, features: KeyedJaggedTensor | SparseBatch) -> dict[str, JaggedTensor]:
+        """Looks up every id.
+
+        Args:
+            features: KJT with at least the features of the tables, or `preprocess`'s result (which
+                holds no indices, so not with need_indices=True).
+
+        Returns:
+            By output name, in config order: values float32 (N_f, D), lengths (B,) of the KJT's
+            dtype, and with need_indices the ids as weights.
+        """
+        if not isinstance(features, SparseBatch):
+            features = maybe_td_to_kjt(features, None)
+        elif self._need_indices:
+            raise BatchLayoutError(
+                "need_indices=True returns the ids, which a SparseBatch no longer has: pass the "
+                "KJT (attach() prepares it ahead)"
+            )
+        batch = self._batch_of(features)
+        assert batch.lengths is not None
+        num_ids = dict(
+            zip(
+                (feature.config_index for feature in self._layout.stack_order_features),
+                batch.num_samples,
+                strict=True,
+            )
+        )
+        sizes = [num_ids[feature.config_index] for feature in self._layout.features]
+        rows = torch.split(self._lookup(batch, (sum(sizes), self._dim)), sizes)
+        lengths = torch.from_numpy(batch.lengths)
+        indices = self._indices(features)
+        return {
+            feature.output_name: JaggedTensor(
+                values=rows[index],
+                lengths=lengths[index],
+                weights=None if indices is None else indices[feature.key],
+            )
+            for index, feature in enumerate(self._layout.features)
+        }
+
+    def _indices(self, features: KeyedJaggedTensor | SparseBatch) -> dict[str, Tensor] | None:
+        if not self._need_indices or isinstance(features, SparseBatch):
+            return None
+        indices = torch.split(features.values(), features.length_per_key())
+        return dict(zip(features.keys(), indices, strict=True))
+
+    def embedding_configs(self) -> list[EmbeddingConfig]:
+        """The configs, in output order."""
+        return self._configs
+
+    def need_indices(self) -> bool:
+        """Whether results carry their ids."""
+        return self._need_indices
+
+    def embedding_dim(self) -> int:
+        """D, of every table."""
+        return self._dim
+
+    def embedding_names_by_table(self) -> list[list[str]]:
+        """Output names, table by table."""
+        return self._names_by_table
+
+    def reset_parameters(self) -> None:
+        """Gives every table its first values again, by the config's init_fn."""
+        _reset(self._configs, self._weights())
+
+
+SparseCoreCollection = SparseCoreEmbeddingBagCollection | SparseCoreEmbeddingCollection
+
+
+def collections_in(model: nn.Module) -> Iterator[tuple[str, SparseCoreCollection]]:
+    """FQN and module of every SparseCore collection in a model, each once."""
+    for fqn, module in model.named_modules():
+        if isinstance(module, SparseCoreCollection):
+            yield fqn, module
+
+
+def weights_of(tables: nn.ModuleDict) -> dict[str, nn.Parameter]:
+    """Table name -> parameter, in config order."""
+    return {name: table.get_parameter("weight") for name, table in tables.items()}
+
+
+def check_table(config: BaseEmbeddingConfig, weight: Tensor) -> None:
+    """Refuses a table that a SparseCore collection cannot hold.
+
+    Raises:
+        TableError: says why.
+    """
+    _check_kinds([config])
+    if weight.dtype != torch.float32 or weight.device.type not in ("cpu", "meta"):
+        raise TableError(
+            f"table {config.name!r}: weight is {weight.dtype} on {weight.device}, expected "
+            "torch.float32 on cpu"
+        )
+    if not weight.is_contiguous():
+        raise TableError(f"table {config.name!r}: weight is not contiguous; clone it")
+
+
+def _check_kinds(configs: Sequence[BaseEmbeddingConfig]) -> None:
+    for config in configs:
+        if config.data_type is not DataType.FP32:
+            raise TableError(
+                f"table {config.name!r}: data_type {config.data_type} is not supported; use "
+                "DataType.FP32"
+            )
+        if config.use_virtual_table:
+            raise TableError(f"table {config.name!r}: virtual tables are not supported")
+
+
+def _spec_per_table(
+    optimizer: OptimizerSpec | Mapping[str, OptimizerSpec], tables: Sequence[str]
+) -> dict[str, OptimizerSpec]:
+    if isinstance(optimizer, OptimizerSpec):
+        return dict.fromkeys(tables, optimizer)
+    if optimizer.keys() != set(tables):
+        raise OptimizerError(
+            f"optimizers are given for {sorted(optimizer)}, the tables are {sorted(tables)}"
+        )
+    return {table: optimizer[table] for table in tables}
+
+
+def _version(features: KeyedJaggedTensor) -> tuple[int, ...]:
+    """Changes when a tensor of the KJT is changed in place."""
+    tensors = (features.values(), features.weights_or_none(), features.lengths_or_none())
+    return tuple(0 if t is None or t.is_inference() else t._version for t in tensors)
+
+
+def _device(device: torch.device | str | None) -> torch.device | None:
+    return None if device is None else torch.device(device)
+
+
+def _reset(configs: Sequence[BaseEmbeddingConfig], weights: Mapping[str, nn.Parameter]) -> None:
+    for config in configs:
+        weight = weights[config.name]
+        if not weight.is_meta and config.init_fn is not None:
+            config.init_fn(weight)

@@ -1,0 +1,273 @@
+"""The optimizer of a collection: state, learning rates, checkpoints. Its updates run in backward.
+
+Legend: V num_embeddings, D embedding_dim, T tables.
+"""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor, nn
+from torchrec.optim.fused import EmptyFusedOptimizer, FusedOptimizer
+
+from torchrec_tpu.sparsecore import ops
+from torchrec_tpu.sparsecore.errors import OptimizerError, StateDictError
+from torchrec_tpu.sparsecore.geometry import Geometry
+from torchrec_tpu.sparsecore.optimizers import OptimizerSpec
+from torchrec_tpu.sparsecore.rules import Rule
+
+
+def state_name(rule: Rule, slot: int) -> str:
+    """The name under which checkpoints know a slot.
+
+    The first one is "momentum1" whatever it holds, as in TorchRec's fused optimizers, so that
+    checkpoints can be exchanged; the others have the names of torch.optim.
+    """
+    return "momentum1" if slot == 0 else rule.slots[slot].name
+
+
+def counts_steps(rule: Rule) -> bool:
+    """Whether the rule's operands depend on the number of updates (Adam's bias correction)."""
+    return rule.prepare(1, rule.hyper) != rule.prepare(2, rule.hyper)
+
+
+class FusedEmbeddingOptimizer(FusedOptimizer):
+    """The optimizer of one collection: a torch optimizer whose updates happen in `backward()`.
+
+    `param_groups` hold every hyperparameter, one group for each distinct `OptimizerSpec` in config
+    order, and are read at each update, so learning rate schedulers work as usual. `step()` and
+    `zero_grad()` have nothing left to do. State is allocated at construction and updated in place;
+    `state_dict()` gives the live tensors, in logical shape:
+
+        embedding_bags.<table>.weight:
+            <table>.momentum1   first slot: (V, D), or (V,) for row-wise rules
+            <table>.exp_avg_sq  further slots
+            <table>.step        number of updates, () int64; only when the rule counts them
+
+    Rows that a batch does not touch keep their weights and state: Adam's moments of such a row do
+    not decay, and a collection's step counts once per backward of a lookup.
+    """
+
+    params: dict[str, Any]  # wrappers such as WarmupOptimizer add entries of their own
+    state: dict[Any, dict[str, Tensor]]  # type: ignore[assignment]
+    param_groups: list[dict[str, Any]]
+
+    def __init__(
+        self,
+        weights: Mapping[str, nn.Parameter],
+        specs: Mapping[str, OptimizerSpec],
+        *,
+        key: Callable[[str], str],
+    ) -> None:
+        """Allocates the state.
+
+        Args:
+            weights: (V, D) float32 parameter of each table, in config order.
+            specs: optimizer of each table.
+            key: table name -> parameter name in state dicts.
+        """
+        self._specs = dict(specs)
+        self._keys = {table: key(table) for table in weights}
+        groups: dict[OptimizerSpec, dict[str, Any]] = {}
+        for table, weight in weights.items():
+            group = groups.setdefault(specs[table], _new_group(specs[table]))
+            group["params"].append(weight)
+        super().__init__(
+            {self._keys[table]: weight for table, weight in weights.items()},
+            {weight: self._initial_state(table, weight) for table, weight in weights.items()},
+            list(groups.values()),
+        )
+        self.mark_parameters()
+
+    def update(
+        self, grad: Tensor, buffers: Sequence[Tensor], geometry: Geometry, tables: Sequence[str]
+    ) -> None:
+        """One update of every row that the batch looked up, in place; frozen tables are skipped.
+
+        Args:
+            grad: gradient of the lookup's output, contiguous float32.
+            buffers: the lookup's.
+            geometry: the lookup's.
+            tables: names in the order of the geometry.
+        """
+        group_of = {weight: group for group in self.param_groups for weight in group["params"]}
+        calls: dict[tuple[str, float], list[int]] = {}
+        for index, table in enumerate(tables):
+            weight = self.params[self._keys[table]]
+            if weight.requires_grad:
+                max_gradient = group_of[weight]["max_gradient"] or 0.0
+                calls.setdefault((self._specs[table].rule.name, max_gradient), []).append(index)
+        for (rule, max_gradient), indices in calls.items():
+            names = [tables[index] for index in indices]
+            weights = [self.params[self._keys[name]] for name in names]
+            operands = [
+                self._operands(name, group_of[weight])
+                for name, weight in zip(names, weights, strict=True)
+            ]
+            ops.sparse_dense_matmul_update_(
+                grad,
+                buffers,
+                [weight.detach() for weight in weights],
+                [slot for name in names for slot in self.slots(name)],
+                torch.tensor(operands, dtype=torch.float32),
+                (geometry if len(indices) == len(tables) else geometry.select(indices)).encode(),
+                rule,
+                max_gradient,
+            )
+            for name in names:
+                step = self._step(name)
+                if step is not None:
+                    step.add_(1)
+
+    def slots(self, table: str) -> list[Tensor]:
+        """The live state of one table in the rule's order, (V, D) or (V,) each."""
+        state = self.state[self.params[self._keys[table]]]
+        rule = self._specs[table].rule
+        return [state[f"{table}.{state_name(rule, index)}"] for index in range(len(rule.slots))]
+
+    def spec(self, table: str) -> OptimizerSpec:
+        """What the table's optimizer was at construction; `param_groups` has the current values."""
+        return self._specs[table]
+
+    def step(self, closure: Any = None) -> None:  # type: ignore[override]
+        """Does nothing: backward has made the update. A closure is ignored, as in TorchRec."""
+
+    def zero_grad(self, set_to_none: bool = False) -> None:
+        """Does nothing: tables have no gradients."""
+
+    def init_state(self, sparse_grad_parameter_names: set[str] | None = None) -> None:
+        """Does nothing: state exists from the start, and a dummy step would count as one."""
+
+    def set_optimizer_step(self, step: int) -> None:
+        """Sets the number of updates that the bias correction of every table counts from."""
+        for table in self._keys:
+            counter = self._step(table)
+            if counter is not None:
+                counter.fill_(step)
+
+    def update_hyper_parameters(self, params_dict: dict[str, Any]) -> None:
+        """Sets hyperparameters by name in every group that has them.
+
+        Raises:
+            OptimizerError: no group has one of the names.
+        """
+        known = {name for group in self.param_groups for name in group} - {"params"}
+        if unknown := params_dict.keys() - known:
+            raise OptimizerError(
+                f"no table has hyperparameters {sorted(unknown)}; there are {sorted(known)}"
+            )
+        for group in self.param_groups:
+            group.update((name, value) for name, value in params_dict.items() if name in group)
+
+    def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
+        """Copies a state dict into the live tensors, after all of it has been checked.
+
+        A missing step (TorchRec saves none) leaves the counter as it is, with a warning.
+
+        Raises:
+            StateDictError: tables, slots or shapes differ; nothing has been changed.
+        """
+        loaded = dict(state_dict["state"])
+        for table, key in self._keys.items():
+            state = self.state[self.params[key]]
+            if key not in loaded:
+                raise StateDictError(
+                    f"table {table!r}: the state dict has no {key!r}; it has {sorted(loaded)}"
+                )
+            new = loaded[key] = dict(loaded[key])
+            step = f"{table}.step"
+            if step in state and step not in new:
+                warnings.warn(
+                    f"table {table!r}: the state dict has no {step!r}, so the bias correction goes "
+                    f"on from step {int(state[step])}; set_optimizer_step(n) changes that",
+                    stacklevel=2,
+                )
+                new[step] = state[step]
+            if new.keys() != state.keys():
+                raise StateDictError(
+                    f"table {table!r}: the state dict has {sorted(new)}, optimizer "
+                    f"{self._specs[table].rule.name!r} has {sorted(state)}"
+                )
+            for name, value in new.items():
+                _check_loadable(table, name, value, state[name])
+        if unknown := loaded.keys() - self.params.keys():
+            raise StateDictError(
+                f"the state dict has parameters {sorted(unknown)} that are not here; tables: "
+                f"{sorted(self._keys)}"
+            )
+        super().load_state_dict({**state_dict, "state": loaded})
+
+    def rebind(self, weights: Mapping[str, nn.Parameter]) -> None:
+        """Follows parameters that were replaced or moved; state of meta tables starts anew.
+
+        The dicts and groups change in place, so that wrappers which hold them stay valid.
+        """
+        for table, weight in weights.items():
+            old = self.params[self._keys[table]]
+            state = {
+                name: value if value.device == weight.device else value.to(weight.device)
+                for name, value in self.state.pop(old).items()
+                if not value.is_meta
+            }
+            self.params[self._keys[table]] = weight
+            self.state[weight] = state or self._initial_state(table, weight)
+            for group in self.param_groups:
+                group["params"][:] = [weight if p is old else p for p in group["params"]]
+        self.mark_parameters()
+
+    def mark_parameters(self) -> None:
+        """Tells TorchRec's `in_backward_optimizer_filter` that the tables need no optimizer."""
+        for key in self._keys.values():
+            self.params[key]._in_backward_optimizers = [EmptyFusedOptimizer()]
+
+    def _operands(self, table: str, group: Mapping[str, Any]) -> tuple[float, ...]:
+        rule = self._specs[table].rule
+        step = self._step(table)
+        hyper = {name: float(group[name]) for name in rule.hyper}
+        return rule.prepare(1 if step is None else int(step) + 1, hyper)
+
+    def _step(self, table: str) -> Tensor | None:
+        return self.state[self.params[self._keys[table]]].get(f"{table}.step")
+
+    def _initial_state(self, table: str, weight: nn.Parameter) -> dict[str, Tensor]:
+        spec = self._specs[table]
+        state = {
+            f"{table}.{state_name(spec.rule, index)}": _filled(
+                slot.shape(*weight.shape), spec.initial_value(slot), weight.device
+            )
+            for index, slot in enumerate(spec.rule.slots)
+        }
+        if counts_steps(spec.rule):
+            state[f"{table}.step"] = torch.zeros((), dtype=torch.int64, device=weight.device)
+        return state
+
+
+def _new_group(spec: OptimizerSpec) -> dict[str, Any]:
+    given = {"lr": spec.lr, "weight_decay": spec.weight_decay, **dict(spec.hyper)}
+    hyper = {name: given[name] for name in spec.rule.hyper}
+    return {"params": [], **hyper, "max_gradient": spec.max_gradient}
+
+
+def _filled(shape: tuple[int, ...], value: float, device: torch.device) -> Tensor:
+    if value == 0 and device.type == "cpu":
+        # calloc: pages of rows that no batch ever touches take no memory
+        return torch.from_numpy(np.zeros(shape, np.float32))
+    return torch.full(shape, value, dtype=torch.float32, device=device)
+
+
+def _check_loadable(table: str, name: str, new: object, current: Tensor) -> None:
+    if type(new) is not torch.Tensor and type(new) is not nn.Parameter:
+        raise StateDictError(
+            f"table {table!r}: {name!r} is a {type(new).__name__}, expected a torch.Tensor of "
+            f"shape {tuple(current.shape)}; sharded checkpoints are loaded by "
+            "torch.distributed.checkpoint"
+        )
+    if new.shape != current.shape:
+        raise StateDictError(
+            f"table {table!r}: {name!r} has shape {tuple(new.shape)}, expected "
+            f"{tuple(current.shape)}"
+        )

@@ -1,0 +1,196 @@
+"""The torch ops of one chip, and the autograd function that joins the lookup to its fused update.
+
+    torchrec_tpu::sparse_dense_matmul(buffers, tables, geometry, out_shape) -> activations
+    torchrec_tpu::sparse_dense_matmul_update_(grad, buffers, tables!, slots!, operands, geometry,
+                                              rule, max_gradient)
+
+`buffers` holds four tensors a stack (row_pointers, embedding_ids, sample_ids, gains; see
+`StackBuffers`). Tables and slots are logical, row-major float32 arrays in the order of the
+geometry's tables; they are read and written where they lie, never copied.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Sequence
+from typing import Any, Final
+
+import torch
+from torch import Tensor
+
+from torchrec_tpu.sparsecore import backends
+from torchrec_tpu.sparsecore.batch import SparseBatch, StackBuffers
+from torchrec_tpu.sparsecore.errors import BackwardError
+from torchrec_tpu.sparsecore.geometry import Geometry
+
+BUFFERS_PER_STACK: Final = 4
+
+
+@torch.library.custom_op("torchrec_tpu::sparse_dense_matmul", mutates_args=(), device_types="cpu")
+def sparse_dense_matmul(
+    buffers: Sequence[Tensor],
+    tables: Sequence[Tensor],
+    geometry: Sequence[int],
+    out_shape: Sequence[int],
+) -> Tensor:
+    """Sums gain * row of every id into its sample; samples without ids are zero.
+
+    Args:
+        buffers: 4 a stack: row_pointers, embedding_ids, sample_ids i32, gains f32.
+        tables: (V, D) float32 each, in the order of the geometry's tables.
+        geometry: `Geometry.encode()`.
+        out_shape: shape of the result; the geometry addresses its elements as one flat array.
+
+    Returns:
+        float32 activations.
+    """
+    out = torch.empty(tuple(out_shape), dtype=torch.float32)
+    backends.choose("cpu").lookup(
+        _stacks(buffers),
+        [table.detach().numpy() for table in tables],
+        Geometry.decode(geometry),
+        out.view(-1).numpy(),
+    )
+    return out
+
+
+@sparse_dense_matmul.register_fake
+def _(
+    buffers: Sequence[Tensor],  # noqa: ARG001
+    tables: Sequence[Tensor],
+    geometry: Sequence[int],  # noqa: ARG001
+    out_shape: Sequence[int],
+) -> Tensor:
+    return tables[0].new_empty(tuple(out_shape), dtype=torch.float32)
+
+
+@torch.library.custom_op(
+    "torchrec_tpu::sparse_dense_matmul_update_",
+    mutates_args=("tables", "slots"),
+    device_types="cpu",
+)
+def sparse_dense_matmul_update_(
+    grad: Tensor,
+    buffers: Sequence[Tensor],
+    tables: Sequence[Tensor],
+    slots: Sequence[Tensor],
+    operands: Tensor,
+    geometry: Sequence[int],
+    rule: str,
+    max_gradient: float,
+) -> None:
+    """Updates in place, once, every row that the batch looked up: the lookup's backward.
+
+    Args:
+        grad: gradient of `sparse_dense_matmul`'s result, float32, contiguous.
+        buffers: as in the lookup.
+        tables: T tables to update, (V, D) float32 each.
+        slots: optimizer state, table by table, each table's in the rule's order: (V, D) or (V,).
+        operands: (T, number of operands) float32, one line a table.
+        geometry: `Geometry.encode()` with the tables to update.
+        rule: key in RULES.
+        max_gradient: limit of each gradient element's magnitude, before gains; <= 0 for none.
+    """
+    num_slots = len(slots) // len(tables)
+    arrays = [slot.detach().numpy() for slot in slots]
+    backends.choose("cpu").update(
+        grad.detach().view(-1).numpy(),
+        _stacks(buffers),
+        [table.detach().numpy() for table in tables],
+        [arrays[at : at + num_slots] for at in range(0, len(tables) * num_slots, num_slots)]
+        if num_slots
+        else [[] for _ in tables],
+        operands.numpy(),
+        Geometry.decode(geometry),
+        rule,
+        max_gradient if max_gradient > 0 else None,
+    )
+
+
+@sparse_dense_matmul_update_.register_fake
+def _(*_args: object) -> None:
+    pass
+
+
+def _stacks(buffers: Sequence[Tensor]) -> list[StackBuffers]:
+    arrays = [buffer.numpy() for buffer in buffers]
+    return [
+        StackBuffers(
+            row_pointers=arrays[at],
+            embedding_ids=arrays[at + 1],
+            sample_ids=arrays[at + 2],
+            gains=arrays[at + 3],
+        )
+        for at in range(0, len(arrays), BUFFERS_PER_STACK)
+    ]
+
+
+def as_tensors(batch: SparseBatch) -> list[Tensor]:
+    """The ops' `buffers` of a batch: tensors that share its memory."""
+    return [
+        torch.from_numpy(array)
+        for stack in batch.stacks
+        for array in (stack.row_pointers, stack.embedding_ids, stack.sample_ids, stack.gains)
+    ]
+
+
+def lookup(
+    buffers: Sequence[Tensor],
+    tables: Sequence[Tensor],
+    geometry: Geometry,
+    out_shape: Iterable[int],
+    *,
+    update: Callable[[Tensor], None] | None,
+) -> Tensor:
+    """Activations whose backward calls `update(grad)` once instead of computing a table gradient.
+
+    The tables are no inputs of the autograd graph: nothing of their size is saved or created, and
+    their `.grad` stays None. A token that requires a gradient makes sure that backward runs. Every
+    lookup has its own backward, so two of them before one `loss.backward()` make two updates.
+
+    Args:
+        buffers: from `as_tensors`.
+        tables: (V, D) float32 each, in the order of the geometry's tables.
+        geometry: of the batch.
+        out_shape: shape of the activations.
+        update: called with the contiguous gradient of the activations; None for frozen tables.
+
+    Raises:
+        BackwardError: from `backward()`, when one lookup is differentiated twice.
+    """
+    arguments = ([table.detach() for table in tables], geometry.encode(), list(out_shape))
+    if update is None:
+        result: Tensor = sparse_dense_matmul(buffers, *arguments)
+    else:
+        token = torch.empty(0, requires_grad=True)
+        result = _Lookup.apply(token, update, buffers, *arguments)  # type: ignore[no-untyped-call]
+    return result
+
+
+class _Lookup(torch.autograd.Function):
+    @staticmethod
+    def forward(
+        ctx: Any,
+        token: Tensor,  # noqa: ARG004
+        update: Callable[[Tensor], None],
+        *arguments: Any,
+    ) -> Tensor:
+        ctx.update = update
+        result: Tensor = sparse_dense_matmul(*arguments)
+        return result
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> tuple[None, ...]:
+        if torch.is_grad_enabled():
+            raise BackwardError(
+                "backward(create_graph=True) reached an embedding lookup: its fused update has no "
+                "second derivative. Exclude the embeddings, or compute the penalty on detached ones"
+            )
+        update, ctx.update = ctx.update, None
+        if update is None:
+            raise BackwardError(
+                "backward ran twice through one embedding lookup: the first run has already "
+                "updated the tables. Sum the losses and call backward once, or run the lookup again"
+            )
+        (grad,) = grads
+        update(grad.contiguous())
+        return (None,) * 6

@@ -1,0 +1,22 @@
+"""The public names: this file is their one list, and the package imports each at first use."""
+
+from torchrec_tpu.api import calibrate as calibrate
+from torchrec_tpu.api import prepare as prepare
+from torchrec_tpu.api import shard as shard
+from torchrec_tpu.sharding.embeddings import Options as Options
+from torchrec_tpu.sharding.embeddings import (
+    SparseCoreEmbeddingBagCollection as SparseCoreEmbeddingBagCollection,
+)
+from torchrec_tpu.sharding.embeddings import (
+    SparseCoreEmbeddingCollection as SparseCoreEmbeddingCollection,
+)
+from torchrec_tpu.sharding.swap import SwapReport as SwapReport
+from torchrec_tpu.sharding.swap import fused_optimizer as fused_optimizer
+from torchrec_tpu.sharding.swap import swap_embeddings as swap_embeddings
+from torchrec_tpu.sparsecore.capacity import Capacity as Capacity
+from torchrec_tpu.sparsecore.errors import TorchrecTpuError as TorchrecTpuError
+from torchrec_tpu.sparsecore.optimizers import OptimizerSpec as OptimizerSpec
+from torchrec_tpu.sparsecore.optimizers import adagrad as adagrad
+from torchrec_tpu.sparsecore.optimizers import adam as adam
+from torchrec_tpu.sparsecore.optimizers import rowwise_adagrad as rowwise_adagrad
+from torchrec_tpu.sparsecore.optimizers import sgd as sgd
