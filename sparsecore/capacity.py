@@ -161,17 +161,19 @@ class Observation:
         if unknown := sorted(names - self.tables.keys()):
             raise LayoutError(f"tables {unknown} were not observed; calibrate again")
         max_ids = sum(self.tables[name].max_ids for name in names)
+        held = sum(
+            maxima.slots
+            for key, maxima in self.stacks.items()
+            if any(name in names for name, _ in key)
+        )
         return Maxima(
             max_ids=max_ids,
             max_unique_ids=sum(self.tables[name].max_unique_ids for name in names),
-            # Two bounds: every partition at its most, and all slots of the stacks that held them.
+            # Two bounds: every partition at its most; and the slots of the stacks that held the
+            # tables, whose ids may meet so that each partition has up to 7 more padding slots.
             slots=min(
                 self.num_cores * round_up(max_ids, 8),
-                sum(
-                    maxima.slots
-                    for key, maxima in self.stacks.items()
-                    if names & {name for name, _ in key}
-                ),
+                (held + 7 * self.num_cores) // 8 * 8,
             ),
         )
 

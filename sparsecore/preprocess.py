@@ -22,9 +22,9 @@ from torchrec_tpu.sparsecore.batch import (
     Float32Array,
     Int32Array,
     SparseBatch,
-    StackBuffers,
     Stats,
     pointers_per_core,
+    views_of,
 )
 from torchrec_tpu.sparsecore.errors import (
     BatchLayoutError,
@@ -75,7 +75,7 @@ class Preprocessor:
 
     Raises:
         LayoutError: `capacity` names a stack that does not exist.
-        BatchSizeError: batch_size is not positive.
+        BatchSizeError: batch_size is not positive, or more than int32 can index.
     """
 
     def __init__(
@@ -94,6 +94,14 @@ class Preprocessor:
             raise ValueError(f"id_policy={id_policy!r} is not one of {list(_POLICIES)}")
         if num_threads is not None and num_threads < 1:
             raise ValueError(f"num_threads={num_threads} must be >= 1, or None for all CPUs")
+        padded_batch_size = round_up(batch_size or 0, layout.num_local_cores)
+        for stack in layout.stacks:
+            num_bags = sum(f.combiner is not Combiner.NONE for f in stack.features)
+            if padded_batch_size // layout.num_local_cores * num_bags > PAD_ID:
+                raise BatchSizeError(
+                    f"batch_size={batch_size}: stack {stack.name!r} has more samples on one core "
+                    "than int32 can index"
+                )
         names = [stack.name for stack in layout.stacks]
         capacity = dict(capacity or {})
         if unknown := [name for name in capacity if name not in names]:
@@ -106,28 +114,11 @@ class Preprocessor:
         self.is_weighted = is_weighted
         self._lock = threading.Lock()
         self._blocks = BlockPool()
-        self._columns: tuple[tuple[str, ...], npt.NDArray[np.int32]] = ((), _empty_columns())
+        self._columns: tuple[tuple[str, ...], npt.NDArray[np.int32]] | None = None
         self._is_warned = False
         self._has_sequences = any(f.combiner is Combiner.NONE for f in layout.features)
-        # The tables of a Partitioner are those of a Geometry without the logical dim.
-        tables = []
-        for index, stack in enumerate(layout.stacks):
-            first_feature = sum(len(other.features) for other in layout.stacks[:index])
-            for stacked in stack.tables:
-                num_features = len(stacked.table.features)
-                tables.append(
-                    (
-                        index,
-                        stacked.table.num_embeddings,
-                        stacked.row_offset,
-                        stacked.rotation,
-                        first_feature,
-                        num_features,
-                    )
-                )
-                first_feature += num_features
         self._partitioner = Partitioner(
-            np.array(tables, np.int64),
+            _native_tables(layout),
             np.array([_COMBINERS[f.combiner] for f in layout.stack_order_features], np.int32),
             len(layout.stacks),
             layout.num_cores,
@@ -172,8 +163,8 @@ class Preprocessor:
                 keys, values, lengths, offsets, weights
             )
             stats = _stats(partition)
-            slots_per_core = self._slots_per_core(partition, stats)
-            num_words = sum(map(self._num_words, slots_per_core))
+            sizes = self._sizes(partition, stats)
+            num_words = sum(num_pointers + 3 * num_slots for num_pointers, num_slots in sizes)
             if out is None:
                 block = self._blocks.take(num_words)
             elif out.block.size >= num_words:
@@ -183,7 +174,7 @@ class Preprocessor:
                     f"out= has {out.block.size} words, this batch needs {num_words}; give a "
                     "capacity, which fixes the sizes, or drop out="
                 )
-            stacks = self._views(block, slots_per_core)
+            stacks = views_of(block, sizes)
             self._partitioner.pack(
                 [stack.row_pointers for stack in stacks],
                 [stack.embedding_ids for stack in stacks],
@@ -238,7 +229,7 @@ class Preprocessor:
                 "split the batch or raise batch_size"
             )
         if lengths is not None and offsets is not None:
-            if not np.array_equal(np.diff(offsets), lengths):
+            if offsets[0] != 0 or not np.array_equal(np.diff(offsets), lengths):
                 raise KjtError("lengths and offsets are both given and contradict each other")
             offsets = None
         weights = self._weights(weights, values)
@@ -270,8 +261,10 @@ class Preprocessor:
 
     def _columns_of(self, keys: tuple[str, ...]) -> npt.NDArray[np.int32]:
         """(F) the KJT column of each feature in stack order."""
-        if keys == self._columns[0] and keys:  # nearly always those of the last batch
+        if self._columns is not None and keys == self._columns[0]:  # nearly always
             return self._columns[1]
+        if not all(isinstance(key, str) for key in keys):
+            raise KjtError(f"keys must be strings, got {list(keys)}")
         if repeated := [key for key, count in Counter(keys).items() if count > 1]:
             raise DuplicateKeyError(f"KJT has keys more than once: {repeated}")
         column_of = {key: column for column, key in enumerate(keys)}
@@ -356,17 +349,23 @@ class Preprocessor:
                 num_embeddings=self.layout.stacked_table(feature.table).table.num_embeddings,
             )
         if kind == "length":
-            raise KjtError(f"key {keys[index]!r}: sample {sample} has length {value}")
+            raise KjtError(
+                f"key {keys[index]!r}: sample {sample} has length {value}, not in 0..{num_values} "
+                "(the number of values)"
+            )
         if kind == "offset":
             raise KjtError(
-                f"key {keys[index]!r}: offset {value} of sample {sample} is out of order; offsets "
-                f"must start at 0 and never decrease"
+                f"key {keys[index]!r}: offset {value} at position {position} (sample {sample}) is "
+                f"out of order; offsets start at 0, never decrease and end at {num_values}, the "
+                "number of values"
             )
         assert kind == "total", kind
         raise KjtError(f"lengths or offsets account for {value} ids, values have {num_values}")
 
-    def _slots_per_core(self, partition: Partition, stats: Stats) -> list[int]:
-        """Slots of one core for each stack, after the check of its capacity."""
+    def _sizes(self, partition: Partition, stats: Stats) -> list[tuple[int, int]]:
+        """Row pointers and slots of each stack, after the check of its capacity."""
+        num_local_cores = self.layout.num_local_cores
+        num_pointers = num_local_cores * pointers_per_core(self.layout.num_cores)
         slots_per_core = []
         for stack, ids, unique_ids, required in zip(
             self.layout.stacks,
@@ -396,44 +395,23 @@ class Preprocessor:
                         limit=most,
                     )
             slots_per_core.append(buffer_ids)
-        if max(slots_per_core) * self.layout.num_local_cores > PAD_ID:
+        if max(slots_per_core) * num_local_cores > PAD_ID:
             raise BatchSizeError(
-                f"a stack needs {max(slots_per_core):,} slots on each of "
-                f"{self.layout.num_local_cores} cores, more than int32 can index; split the batch"
+                f"a stack needs {max(slots_per_core):,} slots on each of {num_local_cores} cores, "
+                "more than int32 can index; split the batch"
             )
-        return slots_per_core
-
-    def _num_words(self, slots_per_core: int) -> int:
-        num_cores = self.layout.num_local_cores
-        return num_cores * (pointers_per_core(self.layout.num_cores) + 3 * slots_per_core)
-
-    def _views(self, block: Int32Array, slots_per_core: Sequence[int]) -> tuple[StackBuffers, ...]:
-        num_cores = self.layout.num_local_cores
-        num_pointers = num_cores * pointers_per_core(self.layout.num_cores)
-        stacks = []
-        begin = 0
-        for slots in slots_per_core:
-            ends = begin + num_pointers + num_cores * slots * np.arange(4)
-            stacks.append(
-                StackBuffers(
-                    row_pointers=block[begin : ends[0]],
-                    embedding_ids=block[ends[0] : ends[1]],
-                    sample_ids=block[ends[1] : ends[2]],
-                    gains=block[ends[2] : ends[3]].view(np.float32),
-                )
-            )
-            begin = int(ends[3])
-        return tuple(stacks)
+        return [(num_pointers, num_local_cores * slots) for slots in slots_per_core]
 
 
 class BlockPool:
     """Memory blocks that come back by themselves when the last view of them is gone.
 
     >>> pool = BlockPool()
-    >>> address = (first := pool.take(10)).ctypes.data
-    >>> view = first[2:4]
+    >>> first = pool.take(10)
+    >>> address, view = first.ctypes.data, first[2:4]
     >>> del first
-    >>> pool.take(10).ctypes.data == address  # `view` still holds it
+    >>> second = pool.take(10)
+    >>> second.ctypes.data == address  # `view` still needs it
     False
     >>> del view
     >>> pool.take(10).ctypes.data == address
@@ -465,6 +443,27 @@ class BlockPool:
         return whole[:num_words]
 
 
+def _native_tables(layout: Layout) -> npt.NDArray[np.int64]:
+    """(T, 6) stack, num_embeddings, row_offset, rotation, first_feature, num_features."""
+    rows = []
+    first_feature = 0
+    for index, stack in enumerate(layout.stacks):
+        for place in stack.tables:
+            table, num_features = place.table, len(place.table.features)
+            rows.append(
+                (
+                    index,
+                    table.num_embeddings,
+                    place.row_offset,
+                    place.rotation,
+                    first_feature,
+                    num_features,
+                )
+            )
+            first_feature += num_features
+    return np.array(rows, np.int64)
+
+
 def _stats(partition: Partition) -> Stats:
     ids, unique_ids = partition.ids, partition.unique_ids
     return Stats(
@@ -487,6 +486,8 @@ def _ids(name: str, array: Any) -> IntArray:
         raise KjtError(
             f"{name} must be a one-dimensional int32 or int64 array, got {_describe(array)}"
         )
+    if array.size > PAD_ID:
+        raise KjtError(f"{name} has {array.size:,} elements, more than int32 can index")
     return np.require(array, requirements=["C", "A"])
 
 
@@ -519,7 +520,3 @@ def _num_cpus() -> int:
         return len(os.sched_getaffinity(0))
     except AttributeError:  # not on every system
         return os.cpu_count() or 1
-
-
-def _empty_columns() -> npt.NDArray[np.int32]:
-    return np.empty(0, np.int32)
