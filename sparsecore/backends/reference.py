@@ -15,7 +15,7 @@ from torchrec_tpu.sparsecore.batch import (
 from torchrec_tpu.sparsecore.geometry import FeatureGeometry, Geometry, TableGeometry
 from torchrec_tpu.sparsecore.layout import round_up
 from torchrec_tpu.sparsecore.optimizers import RULES
-from torchrec_tpu.sparsecore.rules import apply
+from torchrec_tpu.sparsecore.rules import Rule, apply
 
 # Shape suffixes: E entries (ids that buffers hold, padding left out), U distinct rows, D dim.
 
@@ -45,6 +45,7 @@ class ReferenceBackend:
         out: Float32Array,
     ) -> None:
         """See Backend.lookup."""
+        _check(tables, out, geometry)
         entries = _unpack(buffers, geometry)
         for table in geometry.tables:
             for feature in _features_of(table, geometry):
@@ -68,6 +69,10 @@ class ReferenceBackend:
         """See Backend.update."""
         if rule not in RULES:
             raise NotImplementedError(f"no rule is named {rule!r}; there are {', '.join(RULES)}")
+        _check(tables, grad, geometry)
+        _check_state(RULES[rule], slots, operands, geometry)
+        if max_gradient is not None and not max_gradient > 0:
+            raise ValueError(f"max_gradient={max_gradient} must be positive, or None for no limit")
         entries = _unpack(buffers, geometry)
         for t, (table, ids) in enumerate(zip(geometry.tables, entries, strict=True)):
             grad_ED = grad[_elements(ids.vectors_E, table.dim)]
@@ -83,6 +88,41 @@ class ReferenceBackend:
                 arrays, apply(RULES[rule], grad_UD, row_UD, slots_U, operands[t]), strict=True
             ):
                 array[rows_U] = new_U
+
+
+def _check(tables: Sequence[Float32Array], flat: Float32Array, geometry: Geometry) -> None:
+    shapes = [(table.num_embeddings, table.dim) for table in geometry.tables]
+    if [table.shape for table in tables] != shapes:
+        raise ValueError(f"tables are {[table.shape for table in tables]}, geometry says {shapes}")
+    end = max(
+        feature.out_offset + (feature.num_samples - 1) * feature.out_stride + table.dim
+        for table in geometry.tables
+        for feature in _features_of(table, geometry)
+    )
+    if flat.ndim != 1 or flat.size < end:
+        raise ValueError(f"output or gradient has shape {flat.shape}, geometry reaches ({end},)")
+
+
+def _check_state(
+    rule: Rule,
+    slots: Sequence[Sequence[Float32Array]],
+    operands: Float32Array,
+    geometry: Geometry,
+) -> None:
+    shapes = [
+        [slot.shape(table.num_embeddings, table.dim) for slot in rule.slots]
+        for table in geometry.tables
+    ]
+    if [[array.shape for array in arrays] for arrays in slots] != shapes:
+        raise ValueError(
+            f"slots are {[[array.shape for array in arrays] for arrays in slots]}, rule "
+            f"{rule.name!r} wants {shapes}"
+        )
+    if operands.shape != (len(geometry.tables), len(rule.operands)):
+        raise ValueError(
+            f"operands have shape {operands.shape}, rule {rule.name!r} wants {rule.operands} for "
+            f"each of {len(geometry.tables)} tables"
+        )
 
 
 def _features_of(table: TableGeometry, geometry: Geometry) -> tuple[FeatureGeometry, ...]:
