@@ -108,7 +108,7 @@ def sparse_dense_matmul_update_(
 
 @sparse_dense_matmul_update_.register_fake
 def _(*_args: object) -> None:
-    pass
+    """Makes nothing: the op returns none."""
 
 
 def _stacks(buffers: Sequence[Tensor]) -> list[StackBuffers]:
