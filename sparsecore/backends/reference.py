@@ -135,62 +135,79 @@ def _elements(starts_E: NDArray[np.int64], dim: int) -> NDArray[np.int64]:
 
 
 def _unpack(buffers: Sequence[StackBuffers], geometry: Geometry) -> list[_Entries]:
-    """The ids of every table. Ids of tables that `geometry` leaves out are passed over.
+    """The ids of every table. Stacks without a table in `geometry` are passed over.
 
     Raises:
-        ValueError: a buffer names a row, or a sample, that its table does not have.
+        ValueError: a buffer contradicts itself, or names a row or a sample that is not there.
     """
-    slots = [_filled_slots(stack, geometry) for stack in buffers]
-    return [
-        _entries(table, buffers[table.stack], *slots[table.stack], geometry)
-        for table in geometry.tables
+    slots = {
+        table.stack: _filled_slots(table.stack, buffers, geometry) for table in geometry.tables
+    }
+    entries = [
+        _entries(t, buffers[table.stack], *slots[table.stack], geometry)
+        for t, table in enumerate(geometry.tables)
     ]
+    for stack, (filled, *_) in slots.items():
+        num_found = sum(
+            len(ids.rows_E)
+            for table, ids in zip(geometry.tables, entries, strict=True)
+            if table.stack == stack
+        )
+        if num_found < len(filled):
+            raise ValueError(f"stack {stack}: {len(filled) - num_found} ids are in no table")
+    return entries
 
 
 def _filled_slots(
-    stack: StackBuffers, geometry: Geometry
+    stack: int, buffers: Sequence[StackBuffers], geometry: Geometry
 ) -> tuple[NDArray[np.int64], NDArray[np.int64], NDArray[np.int64]]:
     """(slot, source core, partition) of every id of a stack; padding is passed over."""
-    pointers = stack.row_pointers.reshape(geometry.num_local_cores, -1)
-    slots_per_core = len(stack.embedding_ids) // geometry.num_local_cores
+    slots_per_core = len(buffers[stack].embedding_ids) // geometry.num_local_cores
+    pointers = buffers[stack].row_pointers.reshape(geometry.num_local_cores, -1)
     runs = []
-    for core, ends in enumerate(pointers[:, : geometry.num_cores]):
+    for core, ends in enumerate(pointers[:, : geometry.num_cores].tolist()):
         start = 0
-        for partition, end in enumerate(ends.tolist()):
-            slot = core * slots_per_core + np.arange(start, end)
-            runs.append((slot, np.full_like(slot, core), np.full_like(slot, partition)))
+        for partition, end in enumerate(ends):
+            if not start <= end <= slots_per_core:
+                raise ValueError(
+                    f"stack {stack}, core {core}, partition {partition}: row pointer {end} is "
+                    f"outside {start}..{slots_per_core}"
+                )
+            slots = core * slots_per_core + np.arange(start, end)
+            runs.append((slots, np.full_like(slots, core), np.full_like(slots, partition)))
             start = round_up(end, 8)
     slots, cores, partitions = (np.concatenate(parts) for parts in zip(*runs, strict=True))
     return slots, cores, partitions
 
 
 def _entries(
-    table: TableGeometry,
+    t: int,
     stack: StackBuffers,
-    slots: NDArray[np.int64],
-    cores: NDArray[np.int64],
-    partitions: NDArray[np.int64],
+    slots_E: NDArray[np.int64],
+    cores_E: NDArray[np.int64],
+    partitions_E: NDArray[np.int64],
     geometry: Geometry,
 ) -> _Entries:
-    """Those of a stack's ids that belong to one table, as logical rows and output positions."""
-    num_cores = geometry.num_cores
-    local = stack.embedding_ids[slots].astype(np.int64) - table.row_offset
-    mine = (local >= 0) & (local < round_up(table.num_embeddings, 8 * num_cores) // num_cores)
-    local, slots, cores, partitions = (a[mine] for a in (local, slots, cores, partitions))
-    rows = local * num_cores + (partitions - table.rotation) % num_cores
-    samples = stack.sample_ids[slots]
-    vectors = np.full(len(slots), -1, np.int64)
-    for feature in _features_of(table, geometry):
-        sample = samples - feature.sample_offset
-        number = cores * feature.samples_per_core + sample
-        inside = (
-            (sample >= 0) & (sample < feature.samples_per_core) & (number < feature.num_samples)
-        )
-        vectors[inside] = feature.out_offset + number[inside] * feature.out_stride
-    if (rows >= table.num_embeddings).any() or (vectors < 0).any():
+    """Those of a stack's ids that belong to table t, as logical rows and output positions."""
+    table, num_cores = geometry.tables[t], geometry.num_cores
+    local_E = stack.embedding_ids[slots_E].astype(np.int64) - table.row_offset
+    mine = (local_E >= 0) & (local_E < round_up(table.num_embeddings, 8 * num_cores) // num_cores)
+    local_E, slots_E, cores_E, partitions_E = (
+        array[mine] for array in (local_E, slots_E, cores_E, partitions_E)
+    )
+    rows_E = local_E * num_cores + (partitions_E - table.rotation) % num_cores
+    if (rows_E >= table.num_embeddings).any():
         raise ValueError(
-            f"the buffers do not fit the geometry: an id of the table of {table.num_embeddings} "
-            f"rows at row {table.row_offset} of stack {table.stack} is beyond its last row, or in "
-            "a sample that none of its features has"
+            f"stack {table.stack}: id {rows_E.max()} is not in table {t}, whose ids are "
+            f"0..{table.num_embeddings - 1}"
         )
-    return _Entries(rows, vectors, stack.gains[slots])
+    vectors_E = np.full(len(rows_E), -1)
+    for feature in _features_of(table, geometry):
+        row_E = stack.sample_ids[slots_E] - feature.sample_offset
+        sample_E = cores_E * feature.samples_per_core + row_E
+        inside = (row_E >= 0) & (row_E < feature.samples_per_core)
+        inside &= sample_E < feature.num_samples
+        vectors_E[inside] = feature.out_offset + sample_E[inside] * feature.out_stride
+    if (vectors_E < 0).any():
+        raise ValueError(f"stack {table.stack}: sample_ids of table {t} are outside its features")
+    return _Entries(rows_E, vectors_E, stack.gains[slots_E])

@@ -488,33 +488,32 @@ def test_outputs_are_in_config_order_and_empty_bags_are_zero(backend):
 # ------------------------------------------------------------------------------------------ errors
 
 
-def _break_sample(batch):
-    sample_ids = batch.buffers[0].sample_ids.copy()
-    sample_ids[0] = 10_000
-    return dataclasses.replace(batch.buffers[0], sample_ids=sample_ids)
-
-
-def _break_row(batch):
-    """Beyond the table, but inside the rows that its core pads."""
-    embedding_ids = batch.buffers[0].embedding_ids.copy()
-    last = batch.buffers[0].row_pointers[0] - 1
-    embedding_ids[last] = batch.geometry.tables[0].row_offset + 31
-    return dataclasses.replace(batch.buffers[0], embedding_ids=embedding_ids)
-
-
-@pytest.mark.parametrize("damage", [_break_sample, _break_row])
-def test_buffers_of_another_batch_are_refused_before_anything_is_written(backend, damage):
-    spec = Spec(((61, 8, SUM, ("a",)),))  # 32 rows a core: 61 and 62 are padding
-    rng = np.random.default_rng(5)
-    tables, batch = make_tables(spec, rng), make_batch(spec, 0)
+@pytest.mark.parametrize(
+    ("field", "slot", "value", "message"),
+    [
+        ("sample_ids", 0, 10_000, "sample_ids of table 0 are outside its features"),
+        ("sample_ids", 0, -1, "sample_ids of table 0 are outside its features"),
+        ("embedding_ids", -1, 31, "is not in table 0"),  # a row that pads the core's part of it
+        ("embedding_ids", -1, 32, "in no table"),
+        ("row_pointers", 0, -8, "row pointer -8 is outside 0"),
+        ("row_pointers", 1, 10_000, "row pointer 10000 is outside"),
+    ],
+)
+def test_buffers_that_name_what_is_not_there_are_refused_before_anything_is_written(
+    backend, field, slot, value, message
+):
+    spec = Spec(((61, 8, SUM, ("a",)),))  # 32 rows a core, of which core 1 uses 30
+    tables, batch = make_tables(spec, np.random.default_rng(5)), make_batch(spec, 0)
     before, out = tables[0].copy(), np.zeros(batch.num_floats, np.float32)
-    buffers = [damage(batch)]
-    with pytest.raises(ValueError, match="buffer"):
+    (stack,) = batch.buffers
+    array = getattr(stack, field).copy()
+    array[stack.row_pointers[1] - 1 if slot < 0 else slot] = value  # -1: the last id of core 0
+    buffers = [dataclasses.replace(stack, **{field: array})]
+    with pytest.raises(ValueError, match=f"stack 0.*{message}"):
         backend.lookup(buffers, tables, batch.geometry, out)
-    with pytest.raises(ValueError, match="buffer"):
-        backend.update(
-            out + 1, buffers, tables, [[]], np.ones((1, 1), "f4"), batch.geometry, "sgd", None
-        )
+    operands = np.ones((1, 1), np.float32)
+    with pytest.raises(ValueError, match=f"stack 0.*{message}"):
+        backend.update(out + 1, buffers, tables, [[]], operands, batch.geometry, "sgd", None)
     assert not out.any()
     np.testing.assert_array_equal(tables[0], before)
 
