@@ -427,13 +427,7 @@ class SparseCoreEmbeddingBagCollection(_Collection, EmbeddingBagCollectionInterf
 
     @staticmethod
     def _combiner(config: EmbeddingBagConfig) -> Combiner:
-        try:
-            return _COMBINERS[config.pooling]
-        except KeyError:
-            raise TableError(
-                f"table {config.name!r}: pooling {config.pooling} is not one of "
-                f"{[pooling.value for pooling in _COMBINERS]}"
-            ) from None
+        return _COMBINERS[config.pooling]
 
     def forward(self, features: KeyedJaggedTensor | SparseBatch) -> KeyedTensor:
         """Pools the rows of every bag; an empty bag gives zeros.
@@ -649,6 +643,11 @@ def _check_kinds(configs: Sequence[BaseEmbeddingConfig]) -> None:
             raise TableError(
                 f"table {config.name!r}: data_type {config.data_type} is not supported; use "
                 "DataType.FP32"
+            )
+        if isinstance(config, EmbeddingBagConfig) and config.pooling not in _COMBINERS:
+            raise TableError(
+                f"table {config.name!r}: pooling {config.pooling} is not supported; use one of "
+                f"{', '.join(pooling.value for pooling in _COMBINERS)}, or an EmbeddingConfig"
             )
         if config.use_virtual_table:
             raise TableError(f"table {config.name!r}: virtual tables are not supported")
