@@ -123,3 +123,11 @@ class OptimizerError(TorchrecTpuError, ValueError):
 
 class StateDictError(TorchrecTpuError, ValueError):
     """A state dict whose tables, shapes or slots do not fit the module."""
+
+
+class ProgramError(TorchrecTpuError, RuntimeError):
+    """A traced step that is not what it should be, or a model that cannot be traced."""
+
+
+class DependencyError(TorchrecTpuError, ImportError):
+    """An optional package that is missing, or whose version was never tested with this one."""
