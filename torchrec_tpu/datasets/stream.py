@@ -70,8 +70,8 @@ class BatchStream(ABC):
         """Width D of `dense_features`."""
 
     @property
-    def num_batches(self) -> int | None:
-        """Batches of one epoch; None when only reading to the end would tell."""
+    def num_samples(self) -> int | None:
+        """Samples of one epoch; None when only reading to the end would tell."""
         return None
 
     @abstractmethod
@@ -170,13 +170,8 @@ class InMemory(BatchStream):
 
     @property
     def num_samples(self) -> int:
-        """N."""
+        """Samples of one epoch, N."""
         return len(self.labels_N)
-
-    @property
-    def num_batches(self) -> int:
-        """Batches of one epoch."""
-        return -(-self.num_samples // self.batch_size)
 
     def batches(self, epoch: int, *, start: int = 0) -> Iterator[Batch]:
         """The batches of one epoch from batch `start` on."""

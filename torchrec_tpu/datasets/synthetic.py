@@ -81,9 +81,9 @@ class Synthetic(BatchStream):
         return self._num_dense
 
     @property
-    def num_batches(self) -> int:
-        """Batches of one epoch."""
-        return self._num_batches
+    def num_samples(self) -> int:
+        """Samples of one epoch."""
+        return self._num_batches * self.batch_size
 
     def batches(self, epoch: int, *, start: int = 0) -> Iterator[Batch]:
         """The batches of one epoch from batch `start` on."""
