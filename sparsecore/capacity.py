@@ -124,7 +124,7 @@ class Observation:
         tables' maxima, which no observed batch can exceed.
 
         Args:
-            layout: of the same tables and number of cores.
+            layout: of the same tables and number of cores, fed as many samples on each core.
             headroom: what to add for batches to come, as a fraction.
             multiple: limits are rounded up to it.
 

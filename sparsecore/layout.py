@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import hashlib
 import json
+import operator
 from collections.abc import Mapping
 from dataclasses import dataclass
 from enum import StrEnum
@@ -24,6 +25,8 @@ if TYPE_CHECKING:
 
 MAX_ROWS_PER_CORE = 2**31 - 1
 """Local rows are int32, and 2**31 - 1 marks a padding slot."""
+
+MAX_GEOMETRIES = 16
 
 
 def round_up(value: int, multiple: int) -> int:
@@ -73,10 +76,15 @@ class Table:
             ) from None
         object.__setattr__(self, "features", tuple(self.features))
         for field in ("num_embeddings", "embedding_dim"):
-            if getattr(self, field) < 1:
+            try:
+                value = operator.index(getattr(self, field))  # NumPy integers become int
+            except TypeError:
+                value = 0
+            if value < 1:
                 raise LayoutError(
-                    f"table {self.name!r}: {field}={getattr(self, field)} must be >= 1"
+                    f"table {self.name!r}: {field}={getattr(self, field)!r} must be an integer >= 1"
                 )
+            object.__setattr__(self, field, value)
         if not self.features:
             raise LayoutError(f"table {self.name!r}: no feature looks it up; name at least one")
         if len(set(self.features)) != len(self.features):
@@ -194,7 +202,7 @@ class Layout:
             ],
             "cores": [self.num_devices, self.cores_per_device, self.num_local_devices],
         }
-        return hashlib.sha256(json.dumps(facts).encode()).hexdigest()
+        return hashlib.sha256(json.dumps(facts, default=int).encode()).hexdigest()
 
     def stacked_table(self, table: str) -> StackedTable:
         """The place of the table of that name.
@@ -280,6 +288,21 @@ class Layout:
         Pooled features share one (B, sum of D) output, columns in config order. Sequence features
         follow it in config order, (N_f, D_f) each, N_f being the feature's number of ids.
         """
+        key = batch.batch_size, batch.num_samples, batch.samples_per_core
+        if (geometry := self._geometries.get(key)) is None:
+            if len(self._geometries) >= MAX_GEOMETRIES:
+                self._geometries.clear()
+            geometry = self._geometries[key] = self._geometry(*key)
+        return geometry
+
+    @cached_property
+    def _geometries(self) -> dict[tuple[int, tuple[int, ...], tuple[int, ...]], Geometry]:
+        """The last ones; nearly all batches of a run have the same."""
+        return {}
+
+    def _geometry(
+        self, batch_size: int, num_samples: tuple[int, ...], samples_per_core: tuple[int, ...]
+    ) -> Geometry:
         width = sum(
             self._stacked_tables[feature.table].table.embedding_dim
             for feature in self.features
@@ -289,12 +312,12 @@ class Layout:
             feature.config_index: index for index, feature in enumerate(self.stack_order_features)
         }
         output: dict[int, tuple[int, int]] = {}  # config index -> (out_offset, out_stride)
-        column, end = 0, batch.batch_size * width
+        column, end = 0, batch_size * width
         for feature in self.features:
             dim = self._stacked_tables[feature.table].table.embedding_dim
             if feature.combiner is Combiner.NONE:
                 output[feature.config_index] = end, dim
-                end += batch.num_samples[stack_index[feature.config_index]] * dim
+                end += num_samples[stack_index[feature.config_index]] * dim
             else:
                 output[feature.config_index] = column, width
                 column += dim
@@ -305,16 +328,16 @@ class Layout:
             sample_offset = 0
             first_feature = len(features)
             for feature in stack.features:
-                samples_per_core = batch.samples_per_core[len(features)]
+                at = len(features)
                 features.append(
                     FeatureGeometry(
                         sample_offset,
-                        samples_per_core,
-                        batch.num_samples[len(features)],
+                        samples_per_core[at],
+                        num_samples[at],
                         *output[feature.config_index],
                     )
                 )
-                sample_offset += samples_per_core
+                sample_offset += samples_per_core[at]
             for stacked in stack.tables:
                 tables.append(
                     TableGeometry(

@@ -424,7 +424,7 @@ class BlockPool:
         self._free: deque[Int32Array] = deque()
 
     def take(self, num_words: int) -> Int32Array:
-        """An int32 array of `num_words`, content undefined."""
+        """An int32 array of `num_words`, 64-byte aligned, content undefined."""
         free = []
         while self._free:  # blocks may come back from any thread at any time; both ends are atomic
             free.append(self._free.popleft())
@@ -432,7 +432,7 @@ class BlockPool:
         fitting = (at for at, memory in enumerate(free) if memory.size >= num_words)
         at = next(fitting, None)
         if at is None:
-            memory = np.empty(num_words + num_words // 8, np.int32)  # room for the next batches
+            memory = _aligned(num_words + num_words // 8)  # room for the next batches
         else:
             memory = free.pop(at)
         self._free.extend(free[-self.MAX_FREE :])
@@ -441,6 +441,12 @@ class BlockPool:
         whole: Int32Array = np.frombuffer(memory.data, np.int32)
         weakref.finalize(whole, self._free.append, memory).atexit = False
         return whole[:num_words]
+
+
+def _aligned(num_words: int) -> Int32Array:
+    words = np.empty(num_words + 16, np.int32)
+    first = -words.ctypes.data % 64 // 4
+    return words[first : first + num_words]
 
 
 def _native_tables(layout: Layout) -> npt.NDArray[np.int64]:

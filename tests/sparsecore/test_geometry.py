@@ -74,6 +74,14 @@ def test_sequence_outputs_follow_each_other_in_config_order():
     )
 
 
+def test_batches_of_many_sizes_each_get_their_own_geometry():
+    layout = make_layout([table("a", 3, ("x",)), table("b", 4, ("y",))])
+    for _ in range(2):
+        for size in range(1, 40):
+            geometry = layout.geometry(batch_of(layout, size, (size, size), (size, size)))
+            assert [f[:3] for f in geometry.features] == [(0, size, size), (size, size, size)]
+
+
 def test_decode_undoes_encode_and_refuses_other_ints():
     layout = make_layout([table("a", 3, ("x", "y")), table("b", 12, ("x",))])
     geometry = layout.geometry(batch_of(layout, 4, (4, 4, 4), (2, 2, 2)))

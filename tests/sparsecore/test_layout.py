@@ -150,6 +150,13 @@ def test_fingerprint_changes_with_all_that_decides_the_buffers_and_with_nothing_
     assert [rank.first_local_core for rank in ranks] == [0, 2]
 
 
+def test_numpy_integers_are_integers():
+    # sizes are often computed from data
+    layout = make_layout([table("t", np.int64(10), np.int32(8))], num_devices=np.int64(2))
+    assert layout.fingerprint == make_layout([table("t", 10, 8)], num_devices=2).fingerprint
+    assert type(layout.tables[0].num_embeddings) is int
+
+
 def test_repr_names_every_table_with_its_place():
     text = repr(make_layout([table("users", 1000), table("items", 10)], num_devices=2))
     assert "2 tables on 2 devices x 2 cores, local devices 0..1" in text
@@ -173,8 +180,9 @@ def test_names_ids_and_shapes_that_do_not_exist_are_refused_by_name():
 @pytest.mark.parametrize(
     ("change", "message"),
     [
-        ({"num_embeddings": 0}, "num_embeddings=0 must be >= 1"),
-        ({"embedding_dim": -8}, "embedding_dim=-8 must be >= 1"),
+        ({"num_embeddings": 0}, "num_embeddings=0 must be an integer >= 1"),
+        ({"num_embeddings": 1.5}, "num_embeddings=1.5 must be an integer >= 1"),
+        ({"embedding_dim": -8}, "embedding_dim=-8 must be an integer >= 1"),
         ({"features": ()}, "no feature"),
         ({"features": ("a", "a")}, "listed twice"),
         ({"combiner": "max"}, "combiner='max' is not one of"),

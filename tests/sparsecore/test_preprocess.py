@@ -164,6 +164,7 @@ def test_every_thread_count_gives_the_same_bits():
 def test_all_buffers_are_views_of_one_block_without_gaps():
     batch = call(Preprocessor(LAYOUT), random_arrays(LAYOUT, 1))
     address = batch.block.ctypes.data
+    assert address % 64 == 0
     for stack in batch.stacks:
         for array in (stack.row_pointers, stack.embedding_ids, stack.sample_ids, stack.gains):
             assert array.ctypes.data == address
