@@ -59,7 +59,7 @@ def random_case(seed):
         combiner = pick("sum", "mean", "sqrtn")
         table = Table(
             name=f"t{i}",
-            num_embeddings=int(pick(3, 10, 63, 500, 5000, 2_000_000)),
+            num_embeddings=int(pick(3, 10, 63, 500, 5000, 2_000_000, 40_000_000)),
             embedding_dim=pick(4, 8, 12),
             combiner=combiner,
             features=features,
