@@ -2,6 +2,8 @@
 
 import dataclasses
 import pickle
+import subprocess
+import sys
 
 import numpy as np
 import pytest
@@ -195,3 +197,22 @@ def test_a_table_that_makes_no_sense_is_refused(change, message):
 
 def test_chips_name_themselves():
     assert all(chip.name == name for name, chip in CHIPS.items())
+
+
+def test_layouts_need_neither_torch_nor_native_code():
+    program = """
+import sys
+sys.modules["torchrec_tpu.sparsecore._native"] = None  # as where nothing was compiled
+from torchrec_tpu.sparsecore import Capacity, Table, make_layout
+table = Table(name="t", num_embeddings=9, embedding_dim=8, combiner="sum", features=("f",))
+print(make_layout([table]).home_of("t", 5), Capacity(max_ids=8, max_unique_ids=8).max_ids)
+try:
+    from torchrec_tpu.sparsecore import Preprocessor
+except ImportError:
+    print("no Preprocessor")
+assert "torch" not in sys.modules
+"""
+    result = subprocess.run(
+        [sys.executable, "-c", program], capture_output=True, text=True, check=True
+    )
+    assert result.stdout == "(1, 2) 8\nno Preprocessor\n"
