@@ -488,26 +488,33 @@ def test_outputs_are_in_config_order_and_empty_bags_are_zero(backend):
 # ------------------------------------------------------------------------------------------ errors
 
 
+FIRST = lambda stack: 0  # noqa: E731
+LAST_OF_CORE_0 = lambda stack: stack.row_pointers[1] - 1  # noqa: E731
+FIRST_OF_CORE_1 = lambda stack: len(stack.embedding_ids) // 2  # noqa: E731
+
+
 @pytest.mark.parametrize(
     ("field", "slot", "value", "message"),
     [
-        ("sample_ids", 0, 10_000, "sample_ids of table 0 are outside its features"),
-        ("sample_ids", 0, -1, "sample_ids of table 0 are outside its features"),
-        ("embedding_ids", -1, 31, "is not in table 0"),  # a row that pads the core's part of it
-        ("embedding_ids", -1, 32, "in no table"),
-        ("row_pointers", 0, -8, "row pointer -8 is outside 0"),
-        ("row_pointers", 1, 10_000, "row pointer 10000 is outside"),
+        ("sample_ids", FIRST, 7, "sample_ids of table 0 are outside its features"),
+        ("sample_ids", FIRST, -1, "sample_ids of table 0 are outside its features"),
+        ("sample_ids", FIRST_OF_CORE_1, 6, "sample_ids of table 0 are outside its features"),
+        ("embedding_ids", LAST_OF_CORE_0, 31, "is not in table 0"),
+        ("embedding_ids", LAST_OF_CORE_0, 32, "in no table"),
+        ("row_pointers", FIRST, -8, "row pointer -8 is outside 0"),
+        ("row_pointers", FIRST, 10_000, "row pointer 10000 is outside"),
     ],
 )
 def test_buffers_that_name_what_is_not_there_are_refused_before_anything_is_written(
     backend, field, slot, value, message
 ):
-    spec = Spec(((61, 8, SUM, ("a",)),))  # 32 rows a core, of which core 1 uses 30
+    # Row 31 of a core is padding, and so is sample 6 of core 1.
+    spec = Spec(((61, 8, SUM, ("a",)),), batch_size=13)
     tables, batch = make_tables(spec, np.random.default_rng(5)), make_batch(spec, 0)
     before, out = tables[0].copy(), np.zeros(batch.num_floats, np.float32)
     (stack,) = batch.buffers
     array = getattr(stack, field).copy()
-    array[stack.row_pointers[1] - 1 if slot < 0 else slot] = value  # -1: the last id of core 0
+    array[slot(stack)] = value
     buffers = [dataclasses.replace(stack, **{field: array})]
     with pytest.raises(ValueError, match=f"stack 0.*{message}"):
         backend.lookup(buffers, tables, batch.geometry, out)
