@@ -394,6 +394,7 @@ class SparseCoreEmbeddingBagCollection(_Collection, EmbeddingBagCollectionInterf
             tables=tables, is_weighted=is_weighted, device=_device(device)
         )
         self._adopt(source, optimizer or adagrad(), **options)
+        self._optimizer.mark_parameters()
 
     @classmethod
     def from_torchrec(
@@ -403,7 +404,11 @@ class SparseCoreEmbeddingBagCollection(_Collection, EmbeddingBagCollectionInterf
         optimizer: OptimizerSpec | Mapping[str, OptimizerSpec],
         **options: Unpack[Options],
     ) -> Self:
-        """A collection that shares its tables, parameter by parameter, with TorchRec's."""
+        """A collection that shares its tables, parameter by parameter, with TorchRec's.
+
+        The source stays usable; once it is not used any more, `fused_optimizer.mark_parameters()`
+        tells TorchRec that the tables need no other optimizer. `swap_embeddings` does all of it.
+        """
         self = cls.__new__(cls)
         self._adopt(collection, optimizer, **options)
         return self
@@ -504,6 +509,7 @@ class SparseCoreEmbeddingCollection(_Collection, EmbeddingCollectionInterface):
             tables=tables, device=_device(device), need_indices=need_indices
         )
         self._adopt(source, optimizer or adagrad(), **options)
+        self._optimizer.mark_parameters()
 
     @classmethod
     def from_torchrec(
@@ -513,7 +519,11 @@ class SparseCoreEmbeddingCollection(_Collection, EmbeddingCollectionInterface):
         optimizer: OptimizerSpec | Mapping[str, OptimizerSpec],
         **options: Unpack[Options],
     ) -> Self:
-        """A collection that shares its tables, parameter by parameter, with TorchRec's."""
+        """A collection that shares its tables, parameter by parameter, with TorchRec's.
+
+        The source stays usable; once it is not used any more, `fused_optimizer.mark_parameters()`
+        tells TorchRec that the tables need no other optimizer. `swap_embeddings` does all of it.
+        """
         self = cls.__new__(cls)
         self._adopt(collection, optimizer, **options)
         return self

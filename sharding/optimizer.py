@@ -81,7 +81,6 @@ class FusedEmbeddingOptimizer(FusedOptimizer):
             {weight: self._initial_state(table, weight) for table, weight in weights.items()},
             list(groups.values()),
         )
-        self.mark_parameters()
 
     def update(
         self, grad: Tensor, buffers: Sequence[Tensor], geometry: Geometry, tables: Sequence[str]

@@ -178,6 +178,8 @@ def swap_embeddings(
         for name, child in list(parent._modules.items()):
             if child is not None and child in replacements:
                 setattr(parent, name, replacements[child])
+    for new in replacements.values():
+        new.fused_optimizer.mark_parameters()
     return SwapReport(model=replacements.get(model, model), moved=tuple(moved), kept=tuple(kept))
 
 

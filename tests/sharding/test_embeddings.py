@@ -588,7 +588,7 @@ BAD_BATCHES: list[tuple[type[Exception], str, Callable[[], KeyedJaggedTensor]]] 
     ),
     (KjtError, "on meta", lambda: changed(values=random_kjt(5).values().to("meta"))),
     (BatchSizeError, "static batch size is 12", lambda: random_kjt(0, batch_size=13)),
-    (CapacityError, "partition .* needs .* ids, capacity is 24", lambda: crowded()),
+    (CapacityError, "partition .* needs .* ids, capacity is 24", crowded),
 ]
 
 
