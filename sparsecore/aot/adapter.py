@@ -1,0 +1,275 @@
+"""Every private name of torch_tpu, jax and jaxlib that ahead-of-time compiling leans on.
+
+torch_tpu turns a traced graph into StableHLO only inside a process whose TPU device is registered,
+which renames a torch backend and patches torch.compile, and it aborts the process when an op runs
+eagerly. So that part runs in a child process (`python -m torchrec_tpu.sparsecore.aot.adapter`), and
+torch_tpu is never imported into the caller's.
+
+Of jax only the MLIR bindings and their StableHLO dialect are used here; no backend is started.
+"""
+
+from __future__ import annotations
+
+import importlib.metadata
+import operator
+import os
+import pickle
+import subprocess
+import sys
+import tempfile
+import warnings
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, Final
+
+from torchrec_tpu.sparsecore.errors import DependencyError, ProgramError
+
+if TYPE_CHECKING:
+    import torch
+
+TESTED: Final = {"torch_tpu": ("0.2.0",), "jax": ("0.10.2",), "jaxlib": ("0.10.2",)}
+"""Versions whose private names this module was tested with."""
+
+ENVIRONMENT: Final = {
+    "TORCH_DEVICE_BACKEND_AUTOLOAD": "0",  # torch_tpu is brought up by hand, without a TPU
+    "TPU_SKIP_MDS_QUERY": "1",  # no metadata server here
+    "ALLOW_MULTIPLE_LIBTPU_LOAD": "1",  # else a second process that loads libtpu aborts
+}
+"""What a process needs that loads torch_tpu or libtpu without a TPU."""
+
+_CHILD_TIMEOUT_SECONDS: Final = 600
+
+
+def why_unavailable(*packages: str) -> str | None:
+    """What is missing of `packages` (all of TESTED by default), or None.
+
+    Answers from the packages' metadata; nothing heavy is imported.
+    """
+    for package in packages or TESTED:
+        tested = TESTED[package]
+        try:
+            found = importlib.metadata.version(package)
+        except importlib.metadata.PackageNotFoundError:
+            found = None
+        if found not in tested:
+            return (
+                f"ahead-of-time compiling needs {package} {' or '.join(tested)}, "
+                + ("which is not installed" if found is None else f"{found} is installed")
+                + "; pip install 'torchrec_tpu[aot]' gets the tested versions"
+            )
+    return None
+
+
+def require(*packages: str) -> None:
+    """Checks that packages (all of TESTED by default) are there in a version that was tested.
+
+    Raises:
+        DependencyError: names the package, what is installed, and how to get it.
+    """
+    if reason := why_unavailable(*packages):
+        raise DependencyError(reason)
+
+
+# ------------------------------------------------------------------------------------------- MLIR
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Mlir:
+    """jaxlib's MLIR bindings: `ir`, and the dialects `hlo` (StableHLO) and `func`."""
+
+    ir: Any
+    hlo: Any
+    func: Any
+
+
+@contextmanager
+def mlir() -> Iterator[Mlir]:
+    """The bindings inside a fresh MLIR context, in which modules can be parsed and built.
+
+    Raises:
+        DependencyError: jax or jaxlib is missing or was never tested.
+    """
+    require("jax", "jaxlib")
+    from jax._src.interpreters.mlir import make_ir_context
+    from jax.extend.mlir import ir
+    from jax.extend.mlir.dialects import func
+    from jax.extend.mlir.dialects import stablehlo as hlo
+
+    with make_ir_context(), ir.Location.unknown():
+        yield Mlir(ir=ir, hlo=hlo, func=func)
+
+
+def simplify(module: Any) -> None:
+    """Removes dead and repeated operations of a module, in place."""
+    from jaxlib.mlir.passmanager import PassManager
+
+    PassManager.parse("builtin.module(canonicalize,cse,canonicalize)").run(module.operation)
+
+
+# ------------------------------------------------------------------------------------- torch -> HLO
+
+
+@dataclass(frozen=True, slots=True)
+class Ref:
+    """The value of an earlier instruction of a graph."""
+
+    index: int
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Graph:
+    """An aten graph as plain data, which survives pickling as it is.
+
+    torch.fx's own pickle traces the graph anew and folds what has no tensor input into constants.
+
+    Attributes:
+        inputs: shape and torch dtype of each input.
+        calls: operation ("aten.add.Tensor"), arguments and keyword arguments; `Ref(i)` is input i,
+            or the result of call i - len(inputs).
+        outputs: what the graph returns.
+    """
+
+    inputs: tuple[tuple[tuple[int, ...], torch.dtype], ...]
+    calls: tuple[tuple[str, Any, Any], ...]
+    outputs: tuple[Ref, ...]
+
+
+def graph_of(module: torch.fx.GraphModule) -> Graph:
+    """The graph of a module that make_fx traced on fake tensors.
+
+    Raises:
+        ProgramError: the graph holds a constant tensor, or returns something else than tensors.
+    """
+    import torch
+    from torch.fx.node import map_arg
+
+    refs: dict[torch.fx.Node, Ref] = {}
+    inputs: list[tuple[tuple[int, ...], torch.dtype]] = []
+    calls: list[tuple[str, Any, Any]] = []
+    outputs: tuple[Any, ...] = ()
+
+    def ref_of(node: torch.fx.Node) -> Any:
+        return refs[node]
+
+    for node in module.graph.nodes:
+        args, kwargs = (map_arg(part, ref_of) for part in (node.args, node.kwargs))
+        if node.op == "placeholder":
+            value = node.meta["val"]
+            inputs.append((tuple(value.shape), value.dtype))
+        elif node.op == "call_function":
+            is_aten = isinstance(node.target, torch._ops.OpOverload)
+            name = str(node.target) if is_aten else f"operator.{node.target.__name__}"
+            calls.append((name, args, kwargs))
+        elif node.op == "output":
+            outputs = tuple(args[0])
+            break
+        else:
+            value = getattr(module, node.target)
+            raise ProgramError(
+                f"the model makes a constant tensor of shape {tuple(value.shape)} in forward; "
+                "register it as a buffer, so that it becomes an input of the program"
+            )
+        refs[node] = Ref(len(refs))
+    if not all(isinstance(output, Ref) for output in outputs):
+        raise ProgramError(f"the step returns {outputs}, expected tensors only")
+    return Graph(inputs=tuple(inputs), calls=tuple(calls), outputs=outputs)
+
+
+def to_stablehlo(graphs: Sequence[Graph]) -> list[str]:
+    """StableHLO text of each graph; every module has one public function `main`.
+
+    Args:
+        graphs: from `graph_of`.
+
+    Raises:
+        DependencyError: torch_tpu is missing or was never tested.
+        ProgramError: torch_tpu cannot lower a graph.
+    """
+    require("torch_tpu")
+    with tempfile.TemporaryDirectory(prefix="torchrec_tpu_") as directory:
+        source, target = Path(directory, "graphs.pickle"), Path(directory, "texts.pickle")
+        source.write_bytes(pickle.dumps(list(graphs)))
+        try:
+            child = subprocess.run(
+                [sys.executable, "-m", __name__, str(source), str(target)],
+                env={**os.environ, **ENVIRONMENT, "PYTHONPATH": os.pathsep.join(sys.path)},
+                capture_output=True,
+                text=True,
+                errors="replace",
+                timeout=_CHILD_TIMEOUT_SECONDS,
+                check=False,
+            )
+        except subprocess.TimeoutExpired:
+            raise ProgramError(
+                f"torch_tpu did not lower the step within {_CHILD_TIMEOUT_SECONDS} s"
+            ) from None
+        if child.returncode != 0 or not target.exists():
+            raise ProgramError(
+                "torch_tpu cannot lower the step (exit code "
+                f"{child.returncode}):\n{child.stderr.strip()[-4000:]}"
+            )
+        texts: list[str] = pickle.loads(target.read_bytes())
+    return texts
+
+
+def _replay(graph: Graph, inputs: Sequence[torch.Tensor]) -> list[torch.Tensor]:
+    """Runs a graph on inputs of device "tpu"; tensors that it makes come to that device too."""
+    import torch
+    from torch.utils._pytree import tree_map
+
+    values: list[Any] = list(inputs)
+
+    def value_of(argument: Any) -> Any:
+        if isinstance(argument, torch.device):
+            return torch.device("tpu")
+        return values[argument.index] if isinstance(argument, Ref) else argument
+
+    for name, *arguments in graph.calls:
+        args, kwargs = tree_map(value_of, arguments)
+        namespace, *path = name.split(".")
+        target: Any = operator if namespace == "operator" else getattr(torch.ops, namespace)
+        for attribute in path:
+            target = getattr(target, attribute)
+        try:
+            values.append(target(*args, **kwargs))
+        except Exception as error:
+            raise ProgramError(f"{name} cannot be lowered: {error}") from error
+    return [values[output.index] for output in graph.outputs]
+
+
+def _child(source: Path, target: Path) -> None:
+    """Lowers pickled graphs; the main function of the child process."""
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        import torch
+        from torch_tpu._internal.utils import hardware
+
+        # Registers the device although there is none; no runtime is ever started.
+        hardware.get_tpu_device_count = lambda: 1
+        import torch_tpu  # noqa: F401
+        from torch_tpu import _loader
+
+        _loader._init_device("tpu")
+        from torch_tpu._internal import execution_mode
+        from torch_tpu._internal.compile import tpu_torch_compile
+
+        fx_mode = execution_mode.EagerMode._INTERNAL_COMPILE_FX_GRAPH
+        texts = []
+        for graph in pickle.loads(source.read_bytes()):
+            with execution_mode.set_eager_mode(fx_mode), torch.no_grad():
+                arguments = [
+                    tpu_torch_compile.placeholder(list(shape), dtype, False)
+                    for shape, dtype in graph.inputs
+                ]
+                built = tpu_torch_compile.build_mlir(_replay(graph, arguments), arguments)
+            texts.append(tpu_torch_compile.serialize_mlir_text(built))
+    target.write_bytes(pickle.dumps(texts))
+
+
+if __name__ == "__main__":
+    # Not this module but the one whose classes were pickled.
+    from torchrec_tpu.sparsecore.aot import adapter
+
+    adapter._child(Path(sys.argv[1]), Path(sys.argv[2]))

@@ -1,0 +1,335 @@
+"""The SparseCore calls and collectives of a step, written in StableHLO.
+
+The calls are those of jax-tpu-embedding: same targets, operands, configuration and called
+computation, for any optimizer rule. Compilers recognise them by name.
+
+Legend: S cores of a device, P cores of all devices, N slots of a device's buffers, B rows of its
+activations, R rows of its table, D row width.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from typing import Any, Final
+
+import numpy as np
+
+from torchrec_tpu.sparsecore.aot.adapter import Mlir
+from torchrec_tpu.sparsecore.batch import PAD_ID
+from torchrec_tpu.sparsecore.errors import ProgramError
+from torchrec_tpu.sparsecore.rules import Rule, stablehlo
+
+Value = Any
+"""A value of the MLIR module under construction."""
+
+LOOKUP: Final = "SparseDenseMatmulOp"
+LOOKUP_MINIBATCHED: Final = "SparseDenseMatmulWithMinibatchingOp"
+UPDATE: Final = "SparseDenseMatmulGradOpWithOptimizerUpdate"
+UPDATE_MINIBATCHED: Final = "SparseDenseMatmulGradOptimizerUpdateWithMinibatchingOp"
+
+LOOKUPS: Final = (LOOKUP, LOOKUP_MINIBATCHED)
+UPDATES: Final = (UPDATE, UPDATE_MINIBATCHED)
+COLLECTIVES: Final = (
+    "all_reduce",
+    "all_gather",
+    "reduce_scatter",
+    "all_to_all",
+    "ragged_all_to_all",
+)
+
+_MOD_SHARDING: Final = 1
+_ORIGINAL_API: Final = 1  # version of the custom call interface without a status
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Buffers:
+    """One stack's ids of one device, as values.
+
+    Attributes:
+        row_pointers: s32 (S * max(P, 8),), with minibatches 64 times as long.
+        embedding_ids, sample_ids: s32 (N,).
+        gains: f32 (N,).
+        num_minibatches: s32 scalar; None for buffers without minibatches.
+    """
+
+    row_pointers: Value
+    embedding_ids: Value
+    sample_ids: Value
+    gains: Value
+    num_minibatches: Value | None = None
+
+    @property
+    def operands(self) -> list[Value]:
+        """The four arrays in the order of every call."""
+        return [self.row_pointers, self.embedding_ids, self.sample_ids, self.gains]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Limits:
+    """Static limits of one (core, partition): ids, and distinct rows among them."""
+
+    max_ids: int
+    max_unique_ids: int
+
+    def config(self, **more: int) -> str:
+        """The backend configuration of a call, as JSON."""
+        limits = {
+            "max_ids_per_partition": self.max_ids,
+            "max_unique_ids_per_partition": self.max_unique_ids,
+            "pad_value": PAD_ID,
+            "sharding_strategy": _MOD_SHARDING,
+        }
+        return json.dumps(
+            {"sparse_dense_matmul_config": limits | more, "device_type": "DEVICE_TYPE_SPARSECORE"}
+        )
+
+
+def lookup(mlir: Mlir, buffers: Buffers, table: Value, *, samples: int, limits: Limits) -> Value:
+    """Activations (B, D) of one stack at the insertion point: sums of gain * row.
+
+    Args:
+        mlir: bindings, inside their context.
+        buffers: of the stack.
+        table: f32 (R, D).
+        samples: B.
+        limits: of the stack.
+    """
+    ir, hlo = mlir.ir, mlir.hlo
+    dim = ir.RankedTensorType(table.type).get_dim_size(1)
+    zero = hlo.constant(ir.DenseElementsAttr.get(np.float32(0)))
+    zeros = hlo.broadcast(zero, ir.DenseI64ArrayAttr.get([samples, dim]))
+    minibatches = [] if buffers.num_minibatches is None else [buffers.num_minibatches]
+    call = _custom_call(
+        mlir,
+        LOOKUP_MINIBATCHED if minibatches else LOOKUP,
+        [*buffers.operands, *minibatches, table, zeros],
+        ir.RankedTensorType.get([samples, dim], ir.F32Type.get()),
+        config=limits.config(),
+    )
+    return call.results[0]
+
+
+def update(
+    mlir: Mlir,
+    module: Any,
+    buffers: Buffers,
+    grad: Value,
+    table: Value,
+    slots: Sequence[Value],
+    operands: Sequence[Value],
+    *,
+    rule: Rule,
+    limits: Limits,
+    name: str,
+    logical_dim: int | None = None,
+) -> list[Value]:
+    """New table and slots of one stack: `rule` on every row that the batch looked up.
+
+    Args:
+        mlir: bindings, inside their context.
+        module: in which the rule's computation is defined as a private function.
+        buffers: of the lookup.
+        grad: f32 (B, D), gradient of the activations.
+        table: f32 (R, D).
+        slots: in rule order, f32 (R, D) or (R,).
+        operands: in rule order, f32 scalars.
+        rule: what updates a row.
+        limits: of the stack.
+        name: symbol of the computation, unique in the module.
+        logical_dim: elements that a mean over the row counts; D unless given.
+    """
+    ir, hlo = mlir.ir, mlir.hlo
+    dim = ir.RankedTensorType(table.type).get_dim_size(1)
+    computation = ir.Module.parse(stablehlo(rule, dim=dim, logical_dim=logical_dim, name=name))
+    module.body.append(computation.body.operations[0])
+    if buffers.num_minibatches is None:
+        target, inputs = UPDATE, [grad, table, *slots]
+    else:
+        target, inputs = UPDATE_MINIBATCHED, [buffers.num_minibatches, table, *slots, grad]
+    types = [value.type for value in (table, *slots)]
+    call = _custom_call(
+        mlir,
+        target,
+        [*buffers.operands, *inputs, *operands],
+        ir.TupleType.get_tuple(types),
+        config=limits.config(
+            num_slot_variables=len(slots),
+            num_hyperparameters=len(operands),
+        ),
+        computation=name,
+    )
+    parts = [hlo.GetTupleElementOp(call.results[0], index) for index in range(len(types))]
+    for part in parts:
+        part.attributes["mhlo.frontend_attributes"] = ir.DictAttr.get(
+            {"_xla_compute_type": ir.StringAttr.get("sparse")}
+        )
+    return [part.results[0] for part in parts]
+
+
+def _custom_call(
+    mlir: Mlir,
+    target: str,
+    operands: Sequence[Value],
+    result_type: Any,
+    *,
+    config: str,
+    computation: str | None = None,
+) -> Any:
+    ir = mlir.ir
+    computations = [] if computation is None else [ir.FlatSymbolRefAttr.get(computation)]
+    return mlir.hlo.CustomCallOp(
+        [result_type],
+        list(operands),
+        call_target_name=ir.StringAttr.get(target),
+        has_side_effect=ir.BoolAttr.get(False),
+        backend_config=ir.StringAttr.get(config),
+        api_version=ir.IntegerAttr.get(ir.IntegerType.get_signless(32), _ORIGINAL_API),
+        called_computations=ir.ArrayAttr.get(computations),
+    )
+
+
+# ------------------------------------------------------------------------------------- collectives
+# All devices form one group; a program has one partition, so replicas are devices.
+
+
+def all_reduce(mlir: Mlir, values: Sequence[Value], *, num_devices: int) -> list[Value]:
+    """Sums of each value over all devices, in one operation: a bucket without copies."""
+    call = mlir.hlo.AllReduceOp(
+        [value.type for value in values], list(values), _groups(mlir, num_devices)
+    )
+    _fill_with_sum(mlir, call.regions[0])
+    return list(call.results)
+
+
+def reduce_scatter(mlir: Mlir, value: Value, *, dim: int, num_devices: int) -> Value:
+    """Sum over all devices; each device keeps its part of dimension `dim`."""
+    ir = mlir.ir
+    shape = list(ir.RankedTensorType(value.type).shape)
+    if shape[dim] % num_devices:
+        raise ProgramError(f"reduce_scatter: {shape} in dimension {dim} over {num_devices} devices")
+    shape[dim] //= num_devices
+    call = mlir.hlo.ReduceScatterOp(
+        ir.RankedTensorType.get(shape, ir.RankedTensorType(value.type).element_type),
+        value,
+        _int64(mlir, dim),
+        _groups(mlir, num_devices),
+    )
+    _fill_with_sum(mlir, call.regions[0])
+    return call.results[0]
+
+
+def all_gather(mlir: Mlir, value: Value, *, dim: int, num_devices: int) -> Value:
+    """The values of all devices, one behind the other in dimension `dim`."""
+    ir = mlir.ir
+    shape = list(ir.RankedTensorType(value.type).shape)
+    shape[dim] *= num_devices
+    result_type = ir.RankedTensorType.get(shape, ir.RankedTensorType(value.type).element_type)
+    return mlir.hlo.AllGatherOp(
+        [result_type], [value], _int64(mlir, dim), _groups(mlir, num_devices)
+    ).results[0]
+
+
+def all_to_all(mlir: Mlir, value: Value, *, dim: int, num_devices: int) -> Value:
+    """Part d of dimension `dim` goes to device d; parts arrive in the order of their senders."""
+    shape = list(mlir.ir.RankedTensorType(value.type).shape)
+    if shape[dim] % num_devices:
+        raise ProgramError(f"all_to_all: {shape} in dimension {dim} over {num_devices} devices")
+    axis = _int64(mlir, dim)
+    return mlir.hlo.AllToAllOp(
+        [value], axis, axis, _int64(mlir, num_devices), _groups(mlir, num_devices)
+    ).results[0]
+
+
+def ragged_all_to_all(
+    mlir: Mlir,
+    value: Value,
+    output: Value,
+    *,
+    input_offsets: Value,
+    send_sizes: Value,
+    output_offsets: Value,
+    recv_sizes: Value,
+    num_devices: int,
+) -> Value:
+    """Rows [input_offsets[d], + send_sizes[d]) of `value` go to device d's result.
+
+    There they start at row output_offsets[d]; the rest of the result is `output`. recv_sizes[d] are
+    the rows that device d sends here. All four are s32 or s64 (num_devices,).
+    """
+    ir = mlir.ir
+    groups = np.arange(num_devices, dtype=np.int64).reshape(1, num_devices)
+    config = ir.DictAttr.get({"replica_groups": ir.DenseElementsAttr.get(groups)})
+    return mlir.hlo.CustomCallOp(
+        [output.type],
+        [value, output, input_offsets, send_sizes, output_offsets, recv_sizes],
+        call_target_name=ir.StringAttr.get("ragged_all_to_all"),
+        backend_config=config,
+        api_version=ir.IntegerAttr.get(ir.IntegerType.get_signless(32), 4),
+    ).results[0]
+
+
+def _groups(mlir: Mlir, num_devices: int) -> Any:
+    return mlir.ir.DenseElementsAttr.get(np.arange(num_devices, dtype=np.int64).reshape(1, -1))
+
+
+def _int64(mlir: Mlir, value: int) -> Any:
+    return mlir.ir.IntegerAttr.get(mlir.ir.IntegerType.get_signless(64), value)
+
+
+def _fill_with_sum(mlir: Mlir, region: Any) -> None:
+    scalar = mlir.ir.RankedTensorType.get([], mlir.ir.F32Type.get())
+    block = region.blocks.append(scalar, scalar)
+    with mlir.ir.InsertionPoint(block):
+        mlir.hlo.return_([mlir.hlo.add(*block.arguments)])
+
+
+# ------------------------------------------------------------------------------------------- parts
+
+
+def inline(function: Any, arguments: Sequence[Value]) -> list[Value]:
+    """The body of a function of the same context, copied to the insertion point.
+
+    Args:
+        function: func.func with one block.
+        arguments: what its parameters become.
+
+    Returns:
+        What the function returns.
+    """
+    block = function.regions[0].blocks[0]
+    known = dict(zip(block.arguments, arguments, strict=True))
+
+    def connect(operation: Any) -> None:
+        for index, operand in enumerate(operation.operands):
+            if operand in known:
+                operation.operands[index] = known[operand]
+        for region in operation.regions:
+            for inner in region.blocks:
+                for nested in inner.operations:
+                    connect(nested.operation)
+
+    for source in block.operations:
+        if source.operation.name == "func.return":
+            return [known[operand] for operand in source.operation.operands]
+        copy = source.operation.clone()
+        connect(copy)
+        known.update(zip(source.operation.results, copy.results, strict=True))
+    raise AssertionError(f"{function.name} does not return")
+
+
+def public_function(module: Any) -> Any:
+    """The function `main` of a module."""
+    return next(
+        f for f in module.body.operations if f.operation.attributes["sym_name"].value == "main"
+    )
+
+
+def walk(block: Any) -> Iterator[Any]:
+    """All operations of a block and of the regions in it, in program order."""
+    for operation in block.operations:
+        yield operation.operation
+        for region in operation.operation.regions:
+            for inner in region.blocks:
+                yield from walk(inner)
