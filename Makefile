@@ -71,9 +71,10 @@ clean: ## remove what this file made
 
 # The environment. The order matters: torch first and exactly, else torchrec's or another package's range
 # brings a CUDA build of several gigabytes.
-$(VENV)/.packages: requirements/cpu.txt requirements/no-deps.txt requirements/build.txt requirements/dev.txt
+PINNED := cpu build test lint
+$(VENV)/.packages: $(PINNED:%=requirements/%.txt) requirements/no-deps.txt
 	test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
-	$(PIP) install --quiet -r requirements/cpu.txt -r requirements/build.txt -r requirements/dev.txt
+	$(PIP) install --quiet $(PINNED:%=-r requirements/%.txt)
 	$(PIP) install --quiet --no-deps -r requirements/no-deps.txt
 	touch $@
 

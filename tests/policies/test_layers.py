@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-pytest.importorskip("importlinter", reason="pip install -r requirements/dev.txt")
+pytest.importorskip("importlinter", reason="pip install -r requirements/lint.txt")
 
 ROOT = Path(__file__).parents[2]
 FLOORS = ("torchrec_tpu", "sharding", "sparsecore")
