@@ -92,11 +92,12 @@ KeyMap MakeKeyMap(const TableLayout& table, std::int32_t num_cores) {
   map.rotation = static_cast<std::uint64_t>(table.rotation);
   map.core_bits = BitsOf(cores - 1);
   map.row_bits = BitsOf(last / cores);
-  map.power_of_two = std::has_single_bit(cores);
+  map.is_power_of_two = std::has_single_bit(cores);
   // ceil(2^(31+l) / cores) with l = ceil(log2 cores) fits 32 bits and is exact below 2^31.
   map.reciprocal_shift = 31 + map.core_bits;
   map.reciprocal = ((std::uint64_t{1} << map.reciprocal_shift) + cores - 1) / cores;
-  map.narrow = map.core_bits + map.row_bits <= 32 && (map.power_of_two || last < (1ull << 31));
+  map.is_narrow =
+      map.core_bits + map.row_bits <= 32 && (map.is_power_of_two || last < (1ull << 31));
   return map;
 }
 

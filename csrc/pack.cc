@@ -36,7 +36,9 @@ void PackItem(const PartitionState& state, std::int64_t item_index,
   const CoreBuffers out =
       BuffersOf(state, stacks[static_cast<std::size_t>(table.stack)], item_index % num_local);
   const std::uint64_t* run = state.runs.data() + item.begin;
-  const std::uint32_t row_mask = state.row_mask(t);
+  const KeyMap& map = state.key_maps[static_cast<std::size_t>(t)];
+  const std::uint32_t row_mask =
+      item.is_wide ? ~0u : static_cast<std::uint32_t>((std::uint64_t{1} << map.row_bits) - 1);
   const std::uint32_t row_offset = static_cast<std::uint32_t>(table.row_offset);
   std::int64_t begin = 0;
   for (std::int64_t p = 0; p < num_cores; ++p) {

@@ -18,7 +18,6 @@ namespace trtpu {
 namespace {
 
 constexpr std::int64_t kInt32Max = std::numeric_limits<std::int32_t>::max();
-constexpr std::int64_t kInsertionSortSize = 32;
 
 Slice SliceOf(const PartitionState& state, const KjtView& kjt, std::int64_t feature,
               std::int64_t core) {
@@ -102,13 +101,14 @@ void AddSampleGains(const Slice& slice, float* gains) {
 // Walks a slice's samples, id by id.
 class SampleCursor {
  public:
-  explicit SampleCursor(const Slice& slice) : slice_(slice), at_(slice.first_id) {}
+  // Samples are counted from `first_sample`.
+  SampleCursor(const Slice& slice, std::uint32_t first_sample)
+      : slice_(slice), first_(slice.first_sample - first_sample), at_(slice.first_id) {}
 
   // The samples of the next n ids.
   void Next(std::int64_t n, std::uint32_t* samples) {
     if (slice_.starts == nullptr) {
-      std::iota(samples, samples + n,
-                slice_.first_sample + static_cast<std::uint32_t>(at_ - slice_.first_id));
+      std::iota(samples, samples + n, first_ + static_cast<std::uint32_t>(at_ - slice_.first_id));
       at_ += n;
       return;
     }
@@ -116,7 +116,7 @@ class SampleCursor {
     while (at_ < end) {
       const std::int64_t bag_end = slice_.starts[sample_ + 1];
       const std::int64_t stop = std::min(bag_end, end);
-      const std::uint32_t row = slice_.first_sample + static_cast<std::uint32_t>(sample_);
+      const std::uint32_t row = first_ + static_cast<std::uint32_t>(sample_);
       for (; at_ < stop; ++at_) *samples++ = row;
       if (stop == bag_end) ++sample_;
     }
@@ -124,24 +124,53 @@ class SampleCursor {
 
  private:
   const Slice& slice_;
+  std::uint32_t first_;
   std::int64_t at_;
   std::int64_t sample_ = 0;
 };
 
-RadixPlan PlanOf(std::int64_t size, std::int32_t key_bits) {
-  const std::int32_t widest = size < 1500 ? 8 : kMaxDigitBits;
-  const std::int32_t num_digits = (key_bits + widest - 1) / widest;
-  return {num_digits, num_digits == 0 ? 0 : (key_bits + num_digits - 1) / num_digits};
+std::int32_t BitsOf(std::int64_t value) {
+  return static_cast<std::int32_t>(std::bit_width(static_cast<std::uint64_t>(value)));
 }
 
-// Entries of ids [first, first + n); see PartitionKernels.
-bool MakeEntries(const PartitionKernels& kernels, const IntArray& ids, std::int64_t first,
-                 const std::uint32_t* low, std::int64_t n, const KeyMap& map,
-                 std::uint64_t* entries) {
-  return ids.is_64bit ? kernels.make_entries_i64(static_cast<const std::int64_t*>(ids.data) + first,
-                                                 low, n, map, entries)
-                      : kernels.make_entries_i32(static_cast<const std::int32_t*>(ids.data) + first,
-                                                 low, n, map, entries);
+// How to sort an item in buckets, if it can be.
+SortPlan PlanOf(const PartitionItem& item, const KeyMap& map) {
+  const std::int32_t key_bits = map.core_bits + map.row_bits;
+  const bool is_per_id = item.gains == GainKind::kPerId;
+  const std::int32_t low_bits =
+      BitsOf(std::max<std::int64_t>((is_per_id ? item.size : item.num_samples) - 1, 0));
+  // Buckets of about 2048 entries leave room for a second copy in the first-level cache. Less than
+  // eight are not worth it: their counters would make each entry wait for the one before.
+  const std::int32_t wanted = item.size < 8192 ? 0 : BitsOf(item.size / 2048);
+  const std::int32_t needed = key_bits + low_bits - 32;
+  SortPlan plan{};
+  // With few key bits the buckets are the sort.
+  plan.bucket_bits = key_bits <= 9 ? key_bits : std::min(std::max({wanted, needed, 0}), key_bits);
+  plan.rest_bits = key_bits - plan.bucket_bits;
+  plan.low_bits = low_bits;
+  // A digit costs its histogram's size in every bucket.
+  const std::int64_t bucket_size = item.size >> plan.bucket_bits;
+  const std::int32_t widest = std::clamp(BitsOf(bucket_size) - 1, 6, kMaxDigitBits);
+  plan.num_digits = std::min((plan.rest_bits + widest - 1) / widest, kMaxDigits);
+  if (plan.num_digits > 0) {
+    plan.digit_bits = (plan.rest_bits + plan.num_digits - 1) / plan.num_digits;
+  }
+  return plan;
+}
+
+// Whether an item has to be sorted by SortWide.
+bool IsWide(const PartitionItem& item, const KeyMap& map) {
+  return !map.is_narrow || PlanOf(item, map).bucket_bits > kMaxBucketBits;
+}
+
+// Keys of ids [first, first + n); see PartitionKernels.
+bool MakeKeys(const PartitionKernels& kernels, const IntArray& ids, std::int64_t first,
+              std::int64_t n, const KeyMap& map, const SortPlan& plan, std::uint32_t* keys,
+              std::uint32_t* histogram) {
+  return ids.is_64bit ? kernels.make_keys_i64(static_cast<const std::int64_t*>(ids.data) + first, n,
+                                              map, plan, keys, histogram)
+                      : kernels.make_keys_i32(static_cast<const std::int32_t*>(ids.data) + first, n,
+                                              map, plan, keys, histogram);
 }
 
 // What one item needs to be sorted.
@@ -158,7 +187,8 @@ struct ItemContext {
   std::int32_t* unique_ids;  // out (P)
 };
 
-// Low halves of the next n entries: samples, or indices where each occurrence has its own gain.
+// What tells the next n occurrences apart: their sample, counted from the item's first one, or
+// their index where each has its own gain.
 void NextLow(GainKind gains, SampleCursor& cursor, std::int64_t index, std::int64_t n,
              std::uint32_t* low) {
   if (gains == GainKind::kPerId) {
@@ -168,51 +198,66 @@ void NextLow(GainKind gains, SampleCursor& cursor, std::int64_t index, std::int6
   }
 }
 
-// Makes and sorts the entries, 32-bit keys. Returns false when an id was outside the table.
-bool SortNarrow(ItemContext& c, std::span<const Slice> slices) {
-  const RadixPlan plan = PlanOf(c.item.size, c.map.core_bits + c.map.row_bits);
-  const bool is_small = c.item.size <= kInsertionSortSize;
-  std::uint32_t* histogram = c.scratch.histogram;
-  if (!is_small) {
-    std::memset(histogram, 0, sizeof(std::uint32_t) * plan.num_digits << plan.digit_bits);
-  }
-  // Start where the last pass ends in the run.
-  std::uint64_t* from = is_small || plan.num_digits % 2 == 0 ? c.run : c.scratch.entries.data();
-  std::uint64_t* to = from == c.run ? c.scratch.entries.data() : c.run;
-  bool outside = false;
+// Calls body(slice, cursor, first, n, at) for blocks of ids [first, first + n) of each slice, the
+// at-th and following of the item.
+template <class Body>
+void ForEachBlock(std::span<const Slice> slices, std::uint32_t first_sample, Body body) {
   std::int64_t at = 0;
   for (const Slice& slice : slices) {
-    SampleCursor cursor(slice);
+    SampleCursor cursor(slice, first_sample);
     for (std::int64_t i = 0; i < slice.num_ids; i += kBlock) {
       const std::int64_t n = std::min<std::int64_t>(kBlock, slice.num_ids - i);
-      NextLow(c.item.gains, cursor, at, n, c.scratch.low);
-      outside |=
-          MakeEntries(c.kernels, slice.ids, slice.first_id + i, c.scratch.low, n, c.map, from + at);
-      if (!is_small) c.kernels.count_digits(from + at, n, plan, histogram);
+      body(slice, cursor, slice.first_id + i, n, at);
       at += n;
     }
   }
-  if (outside) return false;
-  const std::int64_t size = c.item.size;
-  if (is_small) {
-    for (std::int64_t i = 1; i < size; ++i) {  // by the whole entry: low halves rise in input order
-      const std::uint64_t entry = from[i];
-      std::int64_t k = i;
-      for (; k > 0 && from[k - 1] > entry; --k) from[k] = from[k - 1];
-      from[k] = entry;
+}
+
+// Sorts through buckets. Returns false when an id is outside the table.
+bool SortInBuckets(ItemContext& c, const SortPlan& plan, std::span<const Slice> slices) {
+  const PartitionKernels& kernels = c.kernels;
+  const std::int64_t num_buckets = std::int64_t{1} << plan.bucket_bits;
+  std::uint32_t* const starts = c.scratch.bucket_starts;
+  std::uint32_t* const keys = reinterpret_cast<std::uint32_t*>(c.run);  // until the run is written
+  std::memset(starts, 0, sizeof(*starts) * 2 * static_cast<std::size_t>(num_buckets));
+  bool is_outside = false;
+  ForEachBlock(
+      slices, c.item.first_sample,
+      [&](const Slice& slice, SampleCursor&, std::int64_t first, std::int64_t n, std::int64_t at) {
+        is_outside |= MakeKeys(kernels, slice.ids, first, n, c.map, plan, keys + at, starts);
+      });
+  if (is_outside) return false;
+  std::uint32_t sum = 0;
+  for (std::int64_t b = 0; b < num_buckets; ++b) {
+    const std::uint32_t count = starts[b] + starts[num_buckets + b];
+    starts[b] = sum;
+    sum += count;
+  }
+  std::uint32_t* const buckets = c.scratch.buckets.data();
+  ForEachBlock(
+      slices, c.item.first_sample,
+      [&](const Slice&, SampleCursor& cursor, std::int64_t, std::int64_t n, std::int64_t at) {
+        NextLow(c.item.gains, cursor, at, n, c.scratch.low);
+        kernels.fill_buckets(keys + at, c.scratch.low, n, plan, starts, buckets);
+      });
+  std::int64_t begin = 0;
+  for (std::int64_t b = 0; b < num_buckets; ++b) {  // starts have become ends
+    const std::int64_t n = starts[b] - begin;
+    if (n == 0) continue;
+    const std::uint32_t* sorted = buckets + begin;
+    if (n > 1 && plan.num_digits > 0) {
+      sorted = kernels.sort_bucket(buckets + begin, n, plan, c.scratch.histogram,
+                                   c.scratch.sorted.data());
     }
-    return true;
+    if (c.item.gains == GainKind::kPerId) {
+      kernels.emit_with_gains(sorted, n, plan, static_cast<std::uint32_t>(b),
+                              c.scratch.occurrences.data(), c.run + begin, c.run_gains + begin);
+    } else {
+      kernels.emit(sorted, n, plan, static_cast<std::uint32_t>(b), c.item.first_sample,
+                   c.run + begin);
+    }
+    begin += n;
   }
-  const std::uint32_t mask = (1u << plan.digit_bits) - 1;
-  for (std::int32_t digit = 0; digit < plan.num_digits; ++digit) {
-    const std::int32_t shift = 32 + digit * plan.digit_bits;
-    std::uint32_t* next = histogram + (static_cast<std::int64_t>(digit) << plan.digit_bits);
-    if (next[(from[0] >> shift) & mask] == size) continue;  // all have the same digit
-    std::exclusive_scan(next, next + mask + 1, next, 0u);
-    c.kernels.scatter(from, size, shift, mask, next, to);
-    std::swap(from, to);
-  }
-  if (from != c.run) std::memcpy(c.run, from, sizeof(*from) * static_cast<std::size_t>(size));
   return true;
 }
 
@@ -233,63 +278,75 @@ void FindRunEnds(const ItemContext& c, std::int32_t num_cores) {
   c.run_ends[num_cores - 1] = static_cast<std::int32_t>(size);
 }
 
-struct WideEntry {
-  std::uint64_t key;
-  std::uint64_t low;
-  bool operator<(const WideEntry& other) const {
-    return key != other.key ? key < other.key : low < other.low;
-  }
-};
-
-// As SortNarrow with FindRunEnds, for keys of more than 32 bits; rare, so not tuned. The run gets
-// rows as keys.
+// Sorts what does not fit buckets: keys of more than 32 bits, or very many occurrences. Fills the
+// run, its keys being rows only, and run_ends. Returns false when an id is outside the table.
 bool SortWide(ItemContext& c, std::span<const Slice> slices) {
-  WideEntry* const entries = reinterpret_cast<WideEntry*>(c.scratch.entries.data());
-  std::int64_t at = 0;
-  for (const Slice& slice : slices) {
-    SampleCursor cursor(slice);
-    for (std::int64_t i = 0; i < slice.num_ids; i += kBlock) {
-      const std::int64_t n = std::min<std::int64_t>(kBlock, slice.num_ids - i);
-      NextLow(c.item.gains, cursor, at, n, c.scratch.low);
-      for (std::int64_t k = 0; k < n; ++k) {
-        const std::uint64_t id = static_cast<std::uint64_t>(slice.ids[slice.first_id + i + k]);
-        if (id >= c.map.num_embeddings) return false;
-        const std::uint64_t partition = (id + c.map.rotation) % c.map.num_cores;
-        entries[at + k] = {partition << 32 | id / c.map.num_cores, c.scratch.low[k]};
+  constexpr std::int32_t kDigitBits = 11;
+  constexpr std::uint64_t kSize = std::uint64_t{1} << kDigitBits;
+  WideEntry *from = c.scratch.wide.data(), *to = c.scratch.wide_other.data();
+  bool is_outside = false;
+  ForEachBlock(slices, c.item.first_sample,
+               [&](const Slice& slice, SampleCursor& cursor, std::int64_t first, std::int64_t n,
+                   std::int64_t at) {
+                 NextLow(c.item.gains, cursor, at, n, c.scratch.low);
+                 for (std::int64_t i = 0; i < n; ++i) {
+                   const std::uint64_t id = static_cast<std::uint64_t>(slice.ids[first + i]);
+                   is_outside |= id >= c.map.num_embeddings;
+                   const std::uint64_t partition = (id + c.map.rotation) % c.map.num_cores;
+                   from[at + i] = {partition << 32 | (id / c.map.num_cores & 0xffffffffu),
+                                   c.scratch.low[i]};
+                 }
+               });
+  if (is_outside) return false;
+  const std::int64_t size = c.item.size;
+  const auto sort_by = [&](std::int32_t first_bit, std::int32_t num_bits) {
+    std::uint32_t* const next = c.scratch.histogram;
+    static_assert(kSize <= kHistogramSize);
+    for (std::int32_t bit = first_bit; bit < first_bit + num_bits; bit += kDigitBits) {
+      std::memset(next, 0, sizeof(*next) * kSize);
+      for (std::int64_t i = 0; i < size; ++i) ++next[(from[i].key >> bit) & (kSize - 1)];
+      std::exclusive_scan(next, next + kSize, next, 0u);
+      for (std::int64_t i = 0; i < size; ++i) {
+        to[next[(from[i].key >> bit) & (kSize - 1)]++] = from[i];
       }
-      at += n;
+      std::swap(from, to);
+    }
+  };
+  sort_by(0, c.map.row_bits);
+  sort_by(32, c.map.core_bits);
+  std::uint64_t p = 0;
+  for (std::int64_t i = 0; i < size; ++i) {
+    for (; p < from[i].key >> 32; ++p) c.run_ends[p] = static_cast<std::int32_t>(i);
+    if (c.item.gains == GainKind::kPerId) {
+      const std::uint64_t occurrence = c.scratch.occurrences.data()[from[i].low];
+      c.run[i] = from[i].key << 32 | static_cast<std::uint32_t>(occurrence);
+      c.run_gains[i] = std::bit_cast<float>(static_cast<std::uint32_t>(occurrence >> 32));
+    } else {
+      c.run[i] = from[i].key << 32 | (from[i].low + c.item.first_sample);
     }
   }
-  std::sort(entries, entries + at);
-  std::uint64_t p = 0;
-  for (std::int64_t i = 0; i < at; ++i) {
-    for (; p < entries[i].key >> 32; ++p) c.run_ends[p] = static_cast<std::int32_t>(i);
-    c.run[i] = entries[i].key << 32 | entries[i].low;
-  }
-  for (; p < c.map.num_cores; ++p) c.run_ends[p] = static_cast<std::int32_t>(at);
+  for (; p < c.map.num_cores; ++p) c.run_ends[p] = static_cast<std::int32_t>(size);
   return true;
 }
 
 // Sorts one item and counts its partitions. Returns false when an id was outside the table.
 bool SortItem(ItemContext& c, std::int32_t num_cores, std::span<const Slice> slices) {
-  if (c.map.narrow) {
-    if (!SortNarrow(c, slices)) return false;
-    FindRunEnds(c, num_cores);
-  } else {
-    if (!SortWide(c, slices)) return false;
-  }
   if (c.item.gains == GainKind::kPerId) {
-    std::uint64_t* const occurrences = c.scratch.occurrences.data();
-    std::int64_t at = 0;
+    std::uint64_t* occurrences = c.scratch.occurrences.data();
     for (const Slice& slice : slices) {
-      AddOccurrences(slice, occurrences + at);
-      at += slice.num_ids;
+      AddOccurrences(slice, occurrences);
+      occurrences += slice.num_ids;
     }
-    c.kernels.resolve(c.run, c.item.size, occurrences, c.run_gains);
   } else if (c.item.gains == GainKind::kPerSample) {
     for (const Slice& slice : slices) {
       AddSampleGains(slice, c.sample_gains + (slice.first_sample - c.item.first_sample));
     }
+  }
+  if (c.item.is_wide) {
+    if (!SortWide(c, slices)) return false;
+  } else {
+    if (!SortInBuckets(c, PlanOf(c.item, c.map), slices)) return false;
+    FindRunEnds(c, num_cores);
   }
   std::int64_t begin = 0;
   for (std::int64_t p = 0; p < num_cores; ++p) {
@@ -401,7 +458,9 @@ PartitionProblem PlanBatch(PartitionState& state, const KjtView& kjt,
               .size = 0,
               .gains_begin = gains_begin,
               .first_sample = static_cast<std::uint32_t>(first_sample),
+              .num_samples = stack_samples - first_sample,
               .gains = gains,
+              .is_wide = false,
               .has_invalid = false};
       for (std::int64_t f = table.first_feature; f < table.first_feature + table.num_features;
            ++f) {
@@ -410,6 +469,7 @@ PartitionProblem PlanBatch(PartitionState& state, const KjtView& kjt,
       if (item.size > kInt32Max) {
         return {PartitionProblem::kTooLarge, table.stack, -1, -1, item.size};
       }
+      item.is_wide = IsWide(item, state.key_maps[static_cast<std::size_t>(t)]);
       begin += item.size;
       if (gains == GainKind::kPerSample) gains_begin += stack_samples - first_sample;
     }
@@ -426,13 +486,18 @@ PartitionProblem PlanBatch(PartitionState& state, const KjtView& kjt,
       return size_a != size_b ? size_a > size_b : a < b;
     });
   }
-  std::int64_t largest = 0;
-  for (const PartitionItem& item : state.items) largest = std::max(largest, item.size);
-  const bool all_narrow = std::all_of(state.key_maps.begin(), state.key_maps.end(),
-                                      [](const KeyMap& map) { return map.narrow; });
+  std::int64_t largest = 0, largest_wide = 0, most_occurrences = 0;
+  for (const PartitionItem& item : state.items) {
+    std::int64_t& size = item.is_wide ? largest_wide : largest;
+    size = std::max(size, item.size);
+    if (item.gains == GainKind::kPerId) most_occurrences = std::max(most_occurrences, item.size);
+  }
   for (PartitionScratch& scratch : state.scratch) {
-    scratch.entries.Reserve(static_cast<std::size_t>(all_narrow ? largest : 2 * largest));
-    if (kjt.weights != nullptr) scratch.occurrences.Reserve(static_cast<std::size_t>(largest));
+    scratch.buckets.Reserve(static_cast<std::size_t>(largest));
+    scratch.sorted.Reserve(static_cast<std::size_t>(largest));
+    scratch.wide.Reserve(static_cast<std::size_t>(largest_wide));
+    scratch.wide_other.Reserve(static_cast<std::size_t>(largest_wide));
+    scratch.occurrences.Reserve(static_cast<std::size_t>(most_occurrences));
   }
   return {};
 }

@@ -15,11 +15,12 @@ namespace {
 
 constexpr PartitionKernels kBaseline = {
     .name = "baseline",
-    .make_entries_i32 = generic::MakeEntries<std::int32_t>,
-    .make_entries_i64 = generic::MakeEntries<std::int64_t>,
-    .count_digits = generic::CountDigits,
-    .scatter = generic::Scatter,
-    .resolve = generic::Resolve,
+    .make_keys_i32 = generic::MakeKeys<std::int32_t>,
+    .make_keys_i64 = generic::MakeKeys<std::int64_t>,
+    .fill_buckets = generic::FillBuckets,
+    .sort_bucket = generic::SortBucket,
+    .emit = generic::Emit,
+    .emit_with_gains = generic::EmitWithGains,
     .count_distinct = generic::CountDistinct,
     .write_ones = generic::WriteOnes,
     .write_per_sample = generic::WritePerSample,

@@ -1,21 +1,343 @@
 #if defined(__x86_64__)
 
+#if defined(__GNUC__) && !defined(__clang__)
+// GCC 12 takes the deliberately undefined operands inside its own intrinsics for mistakes.
+#pragma GCC diagnostic ignored "-Wmaybe-uninitialized"
+#endif
+
+#include <immintrin.h>
+
+#include <cstdint>
+
 #include "partition_kernels_generic.h"
 
 namespace trtpu {
+namespace {
+namespace avx512 {
+
+using u32 = std::uint32_t;
+using u64 = std::uint64_t;
+
+inline __mmask16 FirstLanes(std::int64_t n) {
+  return n >= 16 ? static_cast<__mmask16>(0xffff) : static_cast<__mmask16>((1u << n) - 1);
+}
+
+inline __m128i Count(int bits) { return _mm_cvtsi32_si128(bits); }
+
+inline __m512i Iota() {
+  return _mm512_setr_epi32(0, 1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 11, 12, 13, 14, 15);
+}
+
+// Dwords 0, 2, 4, ... and 1, 3, 5, ... of the pair (a, b).
+inline __m512i LowHalves(__m512i a, __m512i b) {
+  return _mm512_permutex2var_epi32(a, _mm512_slli_epi32(Iota(), 1), b);
+}
+inline __m512i HighHalves(__m512i a, __m512i b) {
+  const __m512i odd = _mm512_add_epi32(_mm512_slli_epi32(Iota(), 1), _mm512_set1_epi32(1));
+  return _mm512_permutex2var_epi32(a, odd, b);
+}
+
+// Sixteen ids as dwords; `outside` collects those not below the limit.
+inline __m512i LoadIds(const std::int32_t* ids, __mmask16 lanes, u64 limit, __mmask16* outside) {
+  const __m512i id = _mm512_maskz_loadu_epi32(lanes, ids);
+  // A negative id is above 2^31, where no int32 is valid.
+  const u32 last = limit > 0x80000000u ? 0x7fffffffu : static_cast<u32>(limit - 1);
+  *outside |=
+      _mm512_mask_cmpgt_epu32_mask(lanes, id, _mm512_set1_epi32(static_cast<std::int32_t>(last)));
+  return id;
+}
+
+inline __m512i LoadIds(const std::int64_t* ids, __mmask16 lanes, u64 limit, __mmask16* outside) {
+  const __mmask8 low = static_cast<__mmask8>(lanes), high = static_cast<__mmask8>(lanes >> 8);
+  const __m512i a = _mm512_maskz_loadu_epi64(low, ids);
+  const __m512i b = _mm512_maskz_loadu_epi64(high, ids + 8);
+  const __m512i bound = _mm512_set1_epi64(static_cast<std::int64_t>(limit));
+  *outside |= _mm512_mask_cmpge_epu64_mask(low, a, bound);
+  *outside |= _mm512_mask_cmpge_epu64_mask(high, b, bound);
+  return LowHalves(a, b);
+}
+
+template <class Id, bool kPowerOfTwo>
+inline bool MakeKeys(const Id* ids, std::int64_t n, const KeyMap& map, const SortPlan& plan,
+                     u32* keys, u32* histogram) {
+  const __m128i core_bits = Count(map.core_bits), row_bits = Count(map.row_bits),
+                rest_bits = Count(plan.rest_bits), reciprocal_shift = Count(map.reciprocal_shift);
+  const __m512i rotation = _mm512_set1_epi32(static_cast<std::int32_t>(map.rotation));
+  const __m512i num_cores = _mm512_set1_epi32(static_cast<std::int32_t>(map.num_cores));
+  const __m512i core_mask = _mm512_sub_epi32(num_cores, _mm512_set1_epi32(1));
+  const __m512i reciprocal = _mm512_set1_epi64(static_cast<std::int64_t>(map.reciprocal));
+  const __m512i bucket_mask = _mm512_set1_epi32((1 << plan.bucket_bits) - 1);
+  u32* const other = histogram + (1u << plan.bucket_bits);
+  __mmask16 outside = 0;
+  for (std::int64_t i = 0; i < n; i += 16) {
+    const __mmask16 lanes = FirstLanes(n - i);
+    const __m512i id = LoadIds(ids + i, lanes, map.num_embeddings, &outside);
+    __m512i partition, row;
+    if constexpr (kPowerOfTwo) {
+      partition = _mm512_and_si512(_mm512_add_epi32(id, rotation), core_mask);
+      row = _mm512_srl_epi32(id, core_bits);
+    } else {
+      const __m512i even = _mm512_srl_epi64(_mm512_mul_epu32(id, reciprocal), reciprocal_shift);
+      const __m512i odd = _mm512_srl_epi64(_mm512_mul_epu32(_mm512_srli_epi64(id, 32), reciprocal),
+                                           reciprocal_shift);
+      row = _mm512_mask_blend_epi32(0xaaaa, even, _mm512_slli_epi64(odd, 32));
+      partition =
+          _mm512_add_epi32(_mm512_sub_epi32(id, _mm512_mullo_epi32(row, num_cores)), rotation);
+      partition = _mm512_min_epu32(partition, _mm512_sub_epi32(partition, num_cores));
+    }
+    const __m512i key = _mm512_or_si512(_mm512_sll_epi32(partition, row_bits), row);
+    _mm512_mask_storeu_epi32(keys + i, lanes, key);
+    if (plan.bucket_bits == 0) continue;
+    alignas(64) u32 bucket[16];
+    _mm512_store_si512(bucket, _mm512_and_si512(_mm512_srl_epi32(key, rest_bits), bucket_mask));
+    if (lanes == 0xffff) {
+      for (int lane = 0; lane < 16; lane += 2) {
+        ++histogram[bucket[lane]];
+        ++other[bucket[lane + 1]];
+      }
+    } else {
+      for (std::int64_t lane = 0; lane < n - i; ++lane) ++histogram[bucket[lane]];
+    }
+  }
+  if (plan.bucket_bits == 0) histogram[0] += static_cast<u32>(n);
+  return outside != 0;
+}
+
+template <class Id>
+bool MakeKeys(const Id* ids, std::int64_t n, const KeyMap& map, const SortPlan& plan, u32* keys,
+              u32* histogram) {
+  return map.is_power_of_two ? MakeKeys<Id, true>(ids, n, map, plan, keys, histogram)
+                             : MakeKeys<Id, false>(ids, n, map, plan, keys, histogram);
+}
+
+void FillBuckets(const u32* keys, const u32* low, std::int64_t n, const SortPlan& plan, u32* next,
+                 u32* buckets) {
+  const __m128i rest_bits = Count(plan.rest_bits), low_bits = Count(plan.low_bits);
+  const __m512i rest_mask =
+      _mm512_set1_epi32(static_cast<std::int32_t>(generic::LowMask(plan.rest_bits)));
+  u32* const sequential = buckets + next[0];
+  for (std::int64_t i = 0; i < n; i += 16) {
+    const __mmask16 lanes = FirstLanes(n - i);
+    const __m512i key = _mm512_maskz_loadu_epi32(lanes, keys + i);
+    const __m512i value =
+        _mm512_or_si512(_mm512_sll_epi32(_mm512_and_si512(key, rest_mask), low_bits),
+                        _mm512_maskz_loadu_epi32(lanes, low + i));
+    if (plan.bucket_bits == 0) {
+      _mm512_mask_storeu_epi32(sequential + i, lanes, value);
+      continue;
+    }
+    alignas(64) u32 values[16], bucket[16];
+    _mm512_store_si512(values, value);
+    _mm512_store_si512(bucket, _mm512_srl_epi32(key, rest_bits));
+    if (lanes == 0xffff) {
+      for (int lane = 0; lane < 16; ++lane) buckets[next[bucket[lane]]++] = values[lane];
+    } else {
+      for (std::int64_t lane = 0; lane < n - i; ++lane) {
+        buckets[next[bucket[lane]]++] = values[lane];
+      }
+    }
+  }
+  if (plan.bucket_bits == 0) next[0] += static_cast<u32>(n);
+}
+
+inline void EmitLanes(__mmask16 lanes, __m512i key, __m512i sample, u64* run) {
+  const __m512i low_first =
+      _mm512_setr_epi32(0, 16, 1, 17, 2, 18, 3, 19, 4, 20, 5, 21, 6, 22, 7, 23);
+  const __m512i high_first = _mm512_add_epi32(low_first, _mm512_set1_epi32(8));
+  const __m512i first = _mm512_permutex2var_epi32(sample, low_first, key);
+  const __m512i second = _mm512_permutex2var_epi32(sample, high_first, key);
+  _mm512_mask_storeu_epi64(run, static_cast<__mmask8>(lanes), first);
+  _mm512_mask_storeu_epi64(run + 8, static_cast<__mmask8>(lanes >> 8), second);
+}
+
+void Emit(const u32* sorted, std::int64_t n, const SortPlan& plan, u32 bucket, u32 first_sample,
+          u64* run) {
+  const __m512i base = _mm512_set1_epi32(static_cast<std::int32_t>(u64{bucket} << plan.rest_bits));
+  const __m512i first = _mm512_set1_epi32(static_cast<std::int32_t>(first_sample));
+  const __m512i low_mask =
+      _mm512_set1_epi32(static_cast<std::int32_t>(generic::LowMask(plan.low_bits)));
+  const __m128i low_bits = Count(plan.low_bits);
+  for (std::int64_t i = 0; i < n; i += 16) {
+    const __mmask16 lanes = FirstLanes(n - i);
+    const __m512i value = _mm512_maskz_loadu_epi32(lanes, sorted + i);
+    EmitLanes(lanes, _mm512_or_si512(_mm512_srl_epi32(value, low_bits), base),
+              _mm512_add_epi32(_mm512_and_si512(value, low_mask), first), run + i);
+  }
+}
+
+void EmitWithGains(const u32* sorted, std::int64_t n, const SortPlan& plan, u32 bucket,
+                   const u64* occurrences, u64* run, float* gains) {
+  const __m512i base = _mm512_set1_epi32(static_cast<std::int32_t>(u64{bucket} << plan.rest_bits));
+  const __m512i low_mask =
+      _mm512_set1_epi32(static_cast<std::int32_t>(generic::LowMask(plan.low_bits)));
+  const __m128i low_bits = Count(plan.low_bits);
+  const __m512i zero = _mm512_setzero_si512();
+  for (std::int64_t i = 0; i < n; i += 16) {
+    const __mmask16 lanes = FirstLanes(n - i);
+    const __m512i value = _mm512_maskz_loadu_epi32(lanes, sorted + i);
+    const __m512i index = _mm512_and_si512(value, low_mask);
+    const __m512i a = _mm512_mask_i32gather_epi64(zero, static_cast<__mmask8>(lanes),
+                                                  _mm512_castsi512_si256(index), occurrences, 8);
+    const __m512i b =
+        _mm512_mask_i32gather_epi64(zero, static_cast<__mmask8>(lanes >> 8),
+                                    _mm512_extracti64x4_epi64(index, 1), occurrences, 8);
+    EmitLanes(lanes, _mm512_or_si512(_mm512_srl_epi32(value, low_bits), base), LowHalves(a, b),
+              run + i);
+    _mm512_mask_storeu_epi32(gains + i, lanes, HighHalves(a, b));
+  }
+}
+
+// Sixteen entries of a run from run[0], and which of them differ from the one before. `before` is
+// the eight entries before them, of which the last counts; it moves on.
+struct Entries {
+  __m512i first, second;
+  __mmask16 is_new;
+
+  Entries(const u64* run, __mmask16 lanes, __m512i* before)
+      : first(_mm512_maskz_loadu_epi64(static_cast<__mmask8>(lanes), run)),
+        second(_mm512_maskz_loadu_epi64(static_cast<__mmask8>(lanes >> 8), run + 8)) {
+    const __mmask8 low = _mm512_mask_cmpneq_epi64_mask(static_cast<__mmask8>(lanes), first,
+                                                       _mm512_alignr_epi64(first, *before, 7));
+    const __mmask8 high = _mm512_mask_cmpneq_epi64_mask(static_cast<__mmask8>(lanes >> 8), second,
+                                                        _mm512_alignr_epi64(second, first, 7));
+    is_new = static_cast<__mmask16>(low | high << 8);
+    *before = second;
+  }
+};
+
+// Before the first entry stands one that differs in key and sample.
+inline __m512i BeforeFirst(const u64* run) {
+  return _mm512_set1_epi64(static_cast<std::int64_t>(~run[0]));
+}
+
+void CountDistinct(const u64* run, std::int64_t n, std::int32_t* num_entries,
+                   std::int32_t* num_keys) {
+  std::int32_t entries = 0, keys = 0;
+  if (n > 0) {
+    __m512i before = BeforeFirst(run);
+    const __m512i key_bits = _mm512_set1_epi64(-(std::int64_t{1} << 32));
+    for (std::int64_t i = 0; i < n; i += 16) {
+      const __mmask16 lanes = FirstLanes(n - i);
+      const __m512i last = before;
+      const Entries e(run + i, lanes, &before);
+      entries += __builtin_popcount(e.is_new);
+      const __m512i change = _mm512_xor_si512(e.first, _mm512_alignr_epi64(e.first, last, 7));
+      const __m512i change2 = _mm512_xor_si512(e.second, _mm512_alignr_epi64(e.second, e.first, 7));
+      keys += __builtin_popcount(static_cast<u32>(
+          _mm512_mask_test_epi64_mask(static_cast<__mmask8>(lanes), change, key_bits)));
+      keys += __builtin_popcount(static_cast<u32>(
+          _mm512_mask_test_epi64_mask(static_cast<__mmask8>(lanes >> 8), change2, key_bits)));
+    }
+  }
+  *num_entries = entries;
+  *num_keys = keys;
+}
+
+// Walks a run; calls body(i, is_new, sample of every lane, slot of the first new one).
+template <class Body>
+inline void WriteRows(const u64* run, std::int64_t n, u32 row_mask, u32 row_offset,
+                      std::int64_t num_distinct, std::int32_t* row_ids, std::int32_t* samples,
+                      Body body) {
+  const __m512i mask = _mm512_set1_epi32(static_cast<std::int32_t>(row_mask));
+  const __m512i offset = _mm512_set1_epi32(static_cast<std::int32_t>(row_offset));
+  __m512i before = BeforeFirst(run);
+  std::int64_t slot = 0;
+  for (std::int64_t i = 0; i < n; i += 16) {
+    const Entries e(run + i, FirstLanes(n - i), &before);
+    const int count = __builtin_popcount(e.is_new);
+    const __m512i sample = LowHalves(e.first, e.second);
+    const __m512i row =
+        _mm512_add_epi32(_mm512_and_si512(HighHalves(e.first, e.second), mask), offset);
+    // Whole vectors while there is room: what is too much is overwritten by the next.
+    const __mmask16 store = FirstLanes(slot + 16 <= num_distinct ? 16 : count);
+    _mm512_mask_storeu_epi32(row_ids + slot, store, _mm512_maskz_compress_epi32(e.is_new, row));
+    _mm512_mask_storeu_epi32(samples + slot, store, _mm512_maskz_compress_epi32(e.is_new, sample));
+    body(i, e.is_new, sample, slot, store);
+    slot += count;
+  }
+}
+
+void WriteOnes(const u64* run, std::int64_t n, u32 row_mask, u32 row_offset,
+               std::int64_t num_distinct, std::int32_t* row_ids, std::int32_t* samples,
+               float* gains) {
+  // First where each entry starts in the run; then the distances are the gains.
+  WriteRows(run, n, row_mask, row_offset, num_distinct, row_ids, samples,
+            [&](std::int64_t i, __mmask16 is_new, __m512i, std::int64_t slot, __mmask16 store) {
+              const __m512i at =
+                  _mm512_add_epi32(Iota(), _mm512_set1_epi32(static_cast<std::int32_t>(i)));
+              _mm512_mask_storeu_epi32(gains + slot, store,
+                                       _mm512_maskz_compress_epi32(is_new, at));
+            });
+  // Adding 1 to a float32 changes nothing from 2^24 on.
+  const __m512i most = _mm512_set1_epi32(1 << 24);
+  const __m512i end = _mm512_set1_epi32(static_cast<std::int32_t>(n));
+  for (std::int64_t slot = 0; slot < num_distinct; slot += 16) {
+    const __mmask16 lanes = FirstLanes(num_distinct - slot);
+    const __m512i start = _mm512_maskz_loadu_epi32(lanes, gains + slot);
+    const __m512i next =
+        _mm512_mask_loadu_epi32(end, FirstLanes(num_distinct - slot - 1), gains + slot + 1);
+    const __m512i count = _mm512_min_epi32(_mm512_sub_epi32(next, start), most);
+    _mm512_mask_storeu_ps(gains + slot, lanes, _mm512_cvtepi32_ps(count));
+  }
+}
+
+// Stores the gains of new entries, then adds those of repeated ones in order.
+inline void StoreGains(__m512 gain, __mmask16 lanes, __mmask16 is_new, std::int64_t slot,
+                       __mmask16 store, float* gains) {
+  _mm512_mask_storeu_ps(gains + slot, store, _mm512_maskz_compress_ps(is_new, gain));
+  u32 repeated = static_cast<u32>(lanes & ~is_new);
+  if (repeated == 0) return;
+  alignas(64) float gain_of[16];
+  _mm512_store_ps(gain_of, gain);
+  for (; repeated != 0; repeated &= repeated - 1) {
+    const int lane = __builtin_ctz(repeated);
+    // The new entries up to this lane; none of them: the entry began in an earlier vector.
+    const int up_to = __builtin_popcount(static_cast<u32>(is_new) & ((1u << lane) - 1));
+    gains[slot + up_to - 1] += gain_of[lane];
+  }
+}
+
+void WritePerSample(const u64* run, std::int64_t n, u32 row_mask, u32 row_offset,
+                    std::int64_t num_distinct, const float* sample_gains, u32 first_sample,
+                    std::int32_t* row_ids, std::int32_t* samples, float* gains) {
+  const __m512i first = _mm512_set1_epi32(static_cast<std::int32_t>(first_sample));
+  WriteRows(
+      run, n, row_mask, row_offset, num_distinct, row_ids, samples,
+      [&](std::int64_t i, __mmask16 is_new, __m512i sample, std::int64_t slot, __mmask16 store) {
+        const __mmask16 lanes = FirstLanes(n - i);
+        const __m512 gain = _mm512_mask_i32gather_ps(
+            _mm512_setzero_ps(), lanes, _mm512_sub_epi32(sample, first), sample_gains, 4);
+        StoreGains(gain, lanes, is_new, slot, store, gains);
+      });
+}
+
+void WritePerId(const u64* run, std::int64_t n, u32 row_mask, u32 row_offset,
+                std::int64_t num_distinct, const float* run_gains, std::int32_t* row_ids,
+                std::int32_t* samples, float* gains) {
+  WriteRows(run, n, row_mask, row_offset, num_distinct, row_ids, samples,
+            [&](std::int64_t i, __mmask16 is_new, __m512i, std::int64_t slot, __mmask16 store) {
+              const __mmask16 lanes = FirstLanes(n - i);
+              StoreGains(_mm512_maskz_loadu_ps(lanes, run_gains + i), lanes, is_new, slot, store,
+                         gains);
+            });
+}
+
+}  // namespace avx512
+}  // namespace
 
 extern const PartitionKernels kPartitionKernelsAvx512;
 const PartitionKernels kPartitionKernelsAvx512 = {
     .name = "avx512",
-    .make_entries_i32 = generic::MakeEntries<std::int32_t>,
-    .make_entries_i64 = generic::MakeEntries<std::int64_t>,
-    .count_digits = generic::CountDigits,
-    .scatter = generic::Scatter,
-    .resolve = generic::Resolve,
-    .count_distinct = generic::CountDistinct,
-    .write_ones = generic::WriteOnes,
-    .write_per_sample = generic::WritePerSample,
-    .write_per_id = generic::WritePerId,
+    .make_keys_i32 = avx512::MakeKeys<std::int32_t>,
+    .make_keys_i64 = avx512::MakeKeys<std::int64_t>,
+    .fill_buckets = avx512::FillBuckets,
+    .sort_bucket = generic::SortBucket,
+    .emit = avx512::Emit,
+    .emit_with_gains = avx512::EmitWithGains,
+    .count_distinct = avx512::CountDistinct,
+    .write_ones = avx512::WriteOnes,
+    .write_per_sample = avx512::WritePerSample,
+    .write_per_id = avx512::WritePerId,
 };
 
 }  // namespace trtpu

@@ -13,77 +13,170 @@ using u32 = std::uint32_t;
 using u64 = std::uint64_t;
 
 template <class Id, bool kPowerOfTwo>
-inline bool MakeEntries(const Id* ids, const u32* low, std::int64_t n, const KeyMap& map,
-                        u64* entries) {
-  const u64 num_embeddings = map.num_embeddings, num_cores = map.num_cores, mask = num_cores - 1,
-            rotation = map.rotation, reciprocal = map.reciprocal;
-  const int core_bits = map.core_bits, partition_shift = 32 + map.row_bits,
+inline bool FillKeys(const Id* ids, std::int64_t n, const KeyMap& map, u32* keys) {
+  const u64 num_embeddings = map.num_embeddings, rotation = map.rotation;
+  const u32 num_cores = static_cast<u32>(map.num_cores), mask = num_cores - 1;
+  const u64 reciprocal = map.reciprocal;
+  const int core_bits = map.core_bits, row_bits = map.row_bits,
             reciprocal_shift = map.reciprocal_shift;
   u64 outside = 0;
   for (std::int64_t i = 0; i < n; ++i) {
     // Widening keeps the sign, so a negative id is far outside.
     const u64 id = static_cast<u64>(static_cast<std::int64_t>(ids[i]));
     outside |= static_cast<u64>(id >= num_embeddings);
-    u64 partition, row;
+    u32 partition, row;
     if constexpr (kPowerOfTwo) {
-      partition = (id + rotation) & mask;
-      row = id >> core_bits;
+      partition = static_cast<u32>(id + rotation) & mask;
+      row = static_cast<u32>(id >> core_bits);
     } else {
-      row = (static_cast<u64>(static_cast<u32>(id)) * reciprocal) >> reciprocal_shift;
-      partition = id - row * num_cores + rotation;
+      row = static_cast<u32>((static_cast<u64>(static_cast<u32>(id)) * reciprocal) >>
+                             reciprocal_shift);
+      partition = static_cast<u32>(id) - row * num_cores + static_cast<u32>(rotation);
       partition = partition >= num_cores ? partition - num_cores : partition;
     }
-    entries[i] = partition << partition_shift | row << 32 | low[i];
+    // In 64 bits: row_bits may be 32.
+    keys[i] = static_cast<u32>(u64{partition} << row_bits) | row;
   }
   return outside != 0;
 }
 
+inline void CountBuckets(const u32* keys, std::int64_t n, const SortPlan& plan, u32* histogram) {
+  // Two copies: a popular bucket would make each increment wait for the one before.
+  const u32 mask = (1u << plan.bucket_bits) - 1;  // invalid ids have any key
+  const int shift = plan.rest_bits;
+  u32* const other = histogram + mask + 1;
+  std::int64_t i = 0;
+  for (; i + 4 <= n; i += 4) {
+    ++histogram[(u64{keys[i]} >> shift) & mask];
+    ++other[(u64{keys[i + 1]} >> shift) & mask];
+    ++histogram[(u64{keys[i + 2]} >> shift) & mask];
+    ++other[(u64{keys[i + 3]} >> shift) & mask];
+  }
+  for (; i < n; ++i) ++histogram[(u64{keys[i]} >> shift) & mask];
+}
+
 template <class Id>
-bool MakeEntries(const Id* ids, const u32* low, std::int64_t n, const KeyMap& map, u64* entries) {
-  return map.power_of_two ? MakeEntries<Id, true>(ids, low, n, map, entries)
-                          : MakeEntries<Id, false>(ids, low, n, map, entries);
+bool MakeKeys(const Id* ids, std::int64_t n, const KeyMap& map, const SortPlan& plan, u32* keys,
+              u32* histogram) {
+  const bool outside = map.is_power_of_two ? FillKeys<Id, true>(ids, n, map, keys)
+                                           : FillKeys<Id, false>(ids, n, map, keys);
+  CountBuckets(keys, n, plan, histogram);
+  return outside;
+}
+
+inline u32 LowMask(int bits) { return static_cast<u32>((u64{1} << bits) - 1); }
+
+inline void FillBuckets(const u32* keys, const u32* low, std::int64_t n, const SortPlan& plan,
+                        u32* next, u32* buckets) {
+  const u32 rest_mask = LowMask(plan.rest_bits);
+  const int rest_bits = plan.rest_bits, low_bits = plan.low_bits;
+  if (plan.bucket_bits == 0) {
+    u32* const out = buckets + next[0];
+    for (std::int64_t i = 0; i < n; ++i) {
+      out[i] = static_cast<u32>(u64{keys[i]} << low_bits) | low[i];
+    }
+    next[0] += static_cast<u32>(n);
+    return;
+  }
+  for (std::int64_t i = 0; i < n; ++i) {
+    const u32 key = keys[i];
+    buckets[next[u64{key} >> rest_bits]++] =
+        static_cast<u32>(u64{key & rest_mask} << low_bits) | low[i];
+  }
+}
+
+// Turns two copies of counts into starts, in the first copy.
+inline void StartsOf(u32* counts, const u32* other, u32 size) {
+  u32 sum = 0;
+  for (u32 i = 0; i < size; ++i) {
+    const u32 count = counts[i] + other[i];
+    counts[i] = sum;
+    sum += count;
+  }
 }
 
 template <int kDigits>
-inline void CountDigits(const u64* entries, std::int64_t n, int bits, u32* histogram) {
-  const u32 mask = (1u << bits) - 1;
-  for (std::int64_t i = 0; i < n; ++i) {
-    u32 key = static_cast<u32>(entries[i] >> 32);
-    for (int digit = 0; digit < kDigits; ++digit, key >>= bits) {
-      ++histogram[(static_cast<u32>(digit) << bits) + (key & mask)];
+inline void CountDigits(const u32* bucket, std::int64_t n, int first_bit, int bits, u32* counts) {
+  const u32 mask = LowMask(bits);
+  const u32 size = mask + 1;
+  const auto count = [&](u32 value, u32* to) {
+    u64 rest = u64{value} >> first_bit;
+    for (int digit = 0; digit < kDigits; ++digit, rest >>= bits) {
+      ++to[static_cast<u32>(2 * digit) * size + (rest & mask)];
     }
+  };
+  std::int64_t i = 0;
+  for (; i + 2 <= n; i += 2) {
+    count(bucket[i], counts);
+    count(bucket[i + 1], counts + size);
   }
+  if (i < n) count(bucket[i], counts);
 }
 
-inline void CountDigits(const u64* entries, std::int64_t n, RadixPlan plan, u32* histogram) {
-  static_assert(kMaxDigits == 4);
-  switch (plan.num_digits) {
-    case 1:
-      return CountDigits<1>(entries, n, plan.digit_bits, histogram);
-    case 2:
-      return CountDigits<2>(entries, n, plan.digit_bits, histogram);
-    case 3:
-      return CountDigits<3>(entries, n, plan.digit_bits, histogram);
-    case 4:
-      return CountDigits<4>(entries, n, plan.digit_bits, histogram);
-    default:
-      return;
-  }
-}
-
-inline void Scatter(const u64* from, std::int64_t n, std::int32_t shift, u32 mask, u32* next,
-                    u64* to) {
+inline void Scatter(const u32* from, std::int64_t n, int shift, u32 mask, u32* next, u32* to) {
   std::int64_t i = 0;
   for (; i + 4 <= n; i += 4) {
-    const u64 a = from[i], b = from[i + 1], c = from[i + 2], d = from[i + 3];
+    const u32 a = from[i], b = from[i + 1], c = from[i + 2], d = from[i + 3];
     to[next[(a >> shift) & mask]++] = a;
     to[next[(b >> shift) & mask]++] = b;
     to[next[(c >> shift) & mask]++] = c;
     to[next[(d >> shift) & mask]++] = d;
   }
   for (; i < n; ++i) {
-    const u64 entry = from[i];
-    to[next[(entry >> shift) & mask]++] = entry;
+    const u32 value = from[i];
+    to[next[(value >> shift) & mask]++] = value;
+  }
+}
+
+inline u32* SortBucket(u32* bucket, std::int64_t n, const SortPlan& plan, u32* histogram,
+                       u32* other) {
+  if (n <= 24) {  // by rest and low together: low rises in input order
+    for (std::int64_t i = 1; i < n; ++i) {
+      const u32 value = bucket[i];
+      std::int64_t k = i;
+      for (; k > 0 && bucket[k - 1] > value; --k) bucket[k] = bucket[k - 1];
+      bucket[k] = value;
+    }
+    return bucket;
+  }
+  static_assert(kMaxDigits == 4);
+  const int bits = plan.digit_bits;
+  const u32 size = 1u << bits;
+  std::memset(histogram, 0, sizeof(u32) * 2 * size * static_cast<u32>(plan.num_digits));
+  switch (plan.num_digits) {
+    case 1:
+      CountDigits<1>(bucket, n, plan.low_bits, bits, histogram);
+      break;
+    case 2:
+      CountDigits<2>(bucket, n, plan.low_bits, bits, histogram);
+      break;
+    case 3:
+      CountDigits<3>(bucket, n, plan.low_bits, bits, histogram);
+      break;
+    default:
+      CountDigits<4>(bucket, n, plan.low_bits, bits, histogram);
+  }
+  for (int digit = 0; digit < plan.num_digits; ++digit) {
+    u32* const counts = histogram + static_cast<u32>(2 * digit) * size;
+    const int shift = plan.low_bits + digit * bits;
+    const u32 first = (bucket[0] >> shift) & (size - 1);
+    if (counts[first] + counts[size + first] == static_cast<u32>(n)) continue;  // all the same
+    StartsOf(counts, counts + size, size);
+    Scatter(bucket, n, shift, size - 1, counts, other);
+    u32* const sorted = other;
+    other = bucket;
+    bucket = sorted;
+  }
+  return bucket;
+}
+
+inline void Emit(const u32* sorted, std::int64_t n, const SortPlan& plan, u32 bucket,
+                 u32 first_sample, u64* run) {
+  const u64 base = u64{bucket} << plan.rest_bits << 32;
+  const u32 low_mask = LowMask(plan.low_bits);
+  const int low_bits = plan.low_bits;
+  for (std::int64_t i = 0; i < n; ++i) {
+    run[i] = base + (u64{sorted[i]} >> low_bits << 32) + ((sorted[i] & low_mask) + first_sample);
   }
 }
 
@@ -93,10 +186,14 @@ inline float FloatOf(u32 bits) {
   return value;
 }
 
-inline void Resolve(u64* entries, std::int64_t n, const u64* occurrences, float* gains) {
+inline void EmitWithGains(const u32* sorted, std::int64_t n, const SortPlan& plan, u32 bucket,
+                          const u64* occurrences, u64* run, float* gains) {
+  const u64 base = u64{bucket} << plan.rest_bits << 32;
+  const u32 low_mask = LowMask(plan.low_bits);
+  const int low_bits = plan.low_bits;
   for (std::int64_t i = 0; i < n; ++i) {
-    const u64 occurrence = occurrences[static_cast<u32>(entries[i])];
-    entries[i] = (entries[i] & 0xffffffff00000000u) | static_cast<u32>(occurrence);
+    const u64 occurrence = occurrences[sorted[i] & low_mask];
+    run[i] = base + (u64{sorted[i]} >> low_bits << 32) + static_cast<u32>(occurrence);
     gains[i] = FloatOf(static_cast<u32>(occurrence >> 32));
   }
 }

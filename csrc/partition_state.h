@@ -26,7 +26,9 @@ struct PartitionItem {
   std::int64_t size;           // ids
   std::int64_t gains_begin;    // in sample_gains; kPerSample
   std::uint32_t first_sample;  // row of the table's first sample among the core's samples
+  std::int64_t num_samples;    // rows of the table's samples
   GainKind gains;
+  bool is_wide;  // its run's keys are rows only
   bool has_invalid;
 };
 
@@ -43,16 +45,25 @@ struct Slice {
   Combiner combiner;
 };
 
+// One occurrence with a key of any size.
+struct WideEntry {
+  std::uint64_t key;
+  std::uint32_t low;
+};
+
 // Of one thread.
 struct PartitionScratch {
   std::vector<Slice> slices;
-  Buffer<std::uint64_t> entries;
+  Buffer<std::uint32_t> buckets;
+  Buffer<std::uint32_t> sorted;
+  Buffer<WideEntry> wide, wide_other;  // items that buckets cannot hold
   Buffer<std::uint64_t> occurrences;
   Buffer<std::int64_t> valid_ids;  // what is left of an item with invalid ids
   Buffer<float> valid_weights;
   Buffer<std::int32_t> valid_starts;
+  alignas(64) std::uint32_t bucket_starts[2 << kMaxBucketBits];
   alignas(64) std::uint32_t histogram[kHistogramSize];
-  alignas(64) std::uint32_t low[kBlock + kBlockSlack];
+  alignas(64) std::uint32_t low[kBlock];
 };
 
 // Legend: T tables, F features, C local cores, P partitions.
@@ -85,14 +96,6 @@ struct PartitionState {
   Buffer<float> run_gains;                // beside runs; kPerId
   Buffer<float> sample_gains;             // by sample; kPerSample
   std::vector<PartitionScratch> scratch;  // (threads)
-
-  // A sorted run's keys are partition << row_bits | row, or only the row where that needs more than
-  // 32 bits.
-  [[nodiscard]] std::uint32_t row_mask(std::int64_t table) const {
-    const KeyMap& map = key_maps[static_cast<std::size_t>(table)];
-    return map.narrow ? static_cast<std::uint32_t>((std::uint64_t{1} << map.row_bits) - 1)
-                      : ~std::uint32_t{0};
-  }
 };
 
 }  // namespace trtpu

@@ -47,8 +47,8 @@ struct KeyMap {
   std::int32_t reciprocal_shift;
   std::int32_t core_bits;  // bits of the largest partition
   std::int32_t row_bits;   // bits of the largest row
-  bool power_of_two;       // num_cores is: shifts and masks do
-  bool narrow;             // keys fit 32 bits, and ids 31 where the reciprocal is needed
+  bool is_power_of_two;    // num_cores is: shifts and masks do
+  bool is_narrow;          // keys fit 32 bits, and ids 31 where the reciprocal is needed
 };
 
 [[nodiscard]] KeyMap MakeKeyMap(const TableLayout& table, std::int32_t num_cores);

@@ -1,7 +1,13 @@
 // The inner loops of partition and pack, one set per instruction set, chosen at run time.
 // All sets give the same bits.
 //
-// A run is a sorted array of entries `key << 32 | sample`: key = partition << row_bits | row.
+// How an item (the ids of one table on one core) is sorted by key = partition << row_bits | row:
+// one scatter by the top `bucket_bits` of the key makes buckets that fit the first-level cache; in
+// them the rest of the key and the low part (sample or index) share 32 bits, and a least
+// significant digit radix sort finishes. Occurrences arrive in order of the low part, and every
+// pass is stable.
+//
+// The result is a run: a sorted array of entries `key << 32 | sample`.
 #ifndef TRTPU_PARTITION_KERNELS_H_
 #define TRTPU_PARTITION_KERNELS_H_
 
@@ -12,43 +18,50 @@
 
 namespace trtpu {
 
-// How a key of `key_bits` bits is sorted: least significant digit first.
-struct RadixPlan {
-  std::int32_t num_digits;
-  std::int32_t digit_bits;
-};
-
-inline constexpr std::int32_t kMaxDigitBits = 9;
+inline constexpr std::int32_t kMaxBucketBits = 12;
+inline constexpr std::int32_t kMaxDigitBits = 10;
 inline constexpr std::int32_t kMaxDigits = 4;
-inline constexpr std::int64_t kHistogramSize = kMaxDigits << kMaxDigitBits;
+// For the digits of a bucket, in two copies.
+inline constexpr std::int64_t kHistogramSize = 2 * kMaxDigits << kMaxDigitBits;
 
 // Ids are handled in blocks that stay in the first-level cache.
 inline constexpr std::int32_t kBlock = 1024;
-// Row stores may run past a block's end by this much.
-inline constexpr std::int32_t kBlockSlack = 16;
+
+struct SortPlan {
+  std::int32_t bucket_bits;  // top bits of the key
+  std::int32_t rest_bits;    // the others
+  std::int32_t low_bits;     // of sample or index; rest_bits + low_bits <= 32
+  std::int32_t num_digits;   // that rest_bits are cut into
+  std::int32_t digit_bits;
+};
 
 struct PartitionKernels {
   const char* name;  // "baseline", "avx2", "avx512"
 
-  // entries[i] = key(ids[i]) << 32 | low[i]. Returns whether an id is outside the table; its entry
-  // is then meaningless. `map.narrow` holds.
-  bool (*make_entries_i32)(const std::int32_t* ids, const std::uint32_t* low, std::int64_t n,
-                           const KeyMap& map, std::uint64_t* entries);
-  bool (*make_entries_i64)(const std::int64_t* ids, const std::uint32_t* low, std::int64_t n,
-                           const KeyMap& map, std::uint64_t* entries);
+  // Keys of a block of ids; adds their buckets to histogram (2, 2^bucket_bits), in two copies to
+  // be added. Returns whether an id is outside the table; its key is then meaningless.
+  // `map.is_narrow` holds.
+  bool (*make_keys_i32)(const std::int32_t* ids, std::int64_t n, const KeyMap& map,
+                        const SortPlan& plan, std::uint32_t* keys, std::uint32_t* histogram);
+  bool (*make_keys_i64)(const std::int64_t* ids, std::int64_t n, const KeyMap& map,
+                        const SortPlan& plan, std::uint32_t* keys, std::uint32_t* histogram);
 
-  // Adds to histogram[digit << digit_bits | value of the digit].
-  void (*count_digits)(const std::uint64_t* entries, std::int64_t n, RadixPlan plan,
-                       std::uint32_t* histogram);
+  // Moves a block to its buckets, as rest << low_bits | low; next[b] is where bucket b goes on.
+  void (*fill_buckets)(const std::uint32_t* keys, const std::uint32_t* low, std::int64_t n,
+                       const SortPlan& plan, std::uint32_t* next, std::uint32_t* buckets);
 
-  // One stable pass: `next[v]` is where the next entry with digit value v goes.
-  void (*scatter)(const std::uint64_t* from, std::int64_t n, std::int32_t shift, std::uint32_t mask,
-                  std::uint32_t* next, std::uint64_t* to);
+  // Sorts a bucket by rest, stably; returns `bucket` or `other`, whichever holds the result.
+  // `histogram` (kHistogramSize) is scratch.
+  std::uint32_t* (*sort_bucket)(std::uint32_t* bucket, std::int64_t n, const SortPlan& plan,
+                                std::uint32_t* histogram, std::uint32_t* other);
 
-  // Replaces the low half of entries, an index, by the sample of that occurrence; gains[i] is its
-  // gain. `occurrences[index]` = bits of the gain << 32 | sample.
-  void (*resolve)(std::uint64_t* entries, std::int64_t n, const std::uint64_t* occurrences,
-                  float* gains);
+  // Appends a sorted bucket to the run: low is a sample, counted from first_sample.
+  void (*emit)(const std::uint32_t* sorted, std::int64_t n, const SortPlan& plan,
+               std::uint32_t bucket, std::uint32_t first_sample, std::uint64_t* run);
+  // The same where low is an index: occurrences[index] = bits of a gain << 32 | sample.
+  void (*emit_with_gains)(const std::uint32_t* sorted, std::int64_t n, const SortPlan& plan,
+                          std::uint32_t bucket, const std::uint64_t* occurrences,
+                          std::uint64_t* run, float* gains);
 
   // Distinct entries and distinct keys of a sorted run.
   void (*count_distinct)(const std::uint64_t* run, std::int64_t n, std::int32_t* num_entries,
