@@ -137,9 +137,7 @@ class Ours:
 
     def __call__(self) -> SparseBatch:
         data = self.data
-        return self.preprocess(
-            self.keys, data.values, lengths=data.lengths, weights=data.weights
-        )
+        return self.preprocess(self.keys, data.values, lengths=data.lengths, weights=data.weights)
 
 
 class Peer:

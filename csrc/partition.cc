@@ -134,14 +134,15 @@ std::int32_t BitsOf(std::int64_t value) {
 }
 
 // How to sort an item in buckets, if it can be.
-SortPlan PlanOf(const PartitionItem& item, const KeyMap& map) {
+SortPlan PlanOf(const PartitionItem& item, const KeyMap& map, std::int64_t bucket_size) {
   const std::int32_t key_bits = map.core_bits + map.row_bits;
   const bool is_per_id = item.gains == GainKind::kPerId;
   const std::int32_t low_bits =
       BitsOf(std::max<std::int64_t>((is_per_id ? item.size : item.num_samples) - 1, 0));
-  // Buckets of about 2048 entries leave room for a second copy in the first-level cache. Less than
-  // eight are not worth it: their counters would make each entry wait for the one before.
-  const std::int32_t wanted = item.size < 8192 ? 0 : BitsOf(item.size / 2048);
+  // Less than eight buckets are not worth it: each entry would wait for the one before to be
+  // counted.
+  const std::int32_t buckets = BitsOf(item.size / bucket_size);
+  const std::int32_t wanted = buckets < 3 ? 0 : std::min(buckets, kMaxBucketBits);
   const std::int32_t needed = key_bits + low_bits - 32;
   SortPlan plan{};
   // With few key bits the buckets are the sort.
@@ -149,8 +150,8 @@ SortPlan PlanOf(const PartitionItem& item, const KeyMap& map) {
   plan.rest_bits = key_bits - plan.bucket_bits;
   plan.low_bits = low_bits;
   // A digit costs its histogram's size in every bucket.
-  const std::int64_t bucket_size = item.size >> plan.bucket_bits;
-  const std::int32_t widest = std::clamp(BitsOf(bucket_size) - 1, 6, kMaxDigitBits);
+  const std::int64_t mean_size = item.size >> plan.bucket_bits;
+  const std::int32_t widest = std::clamp(BitsOf(mean_size) - 1, 6, kMaxDigitBits);
   plan.num_digits = std::min((plan.rest_bits + widest - 1) / widest, kMaxDigits);
   if (plan.num_digits > 0) {
     plan.digit_bits = (plan.rest_bits + plan.num_digits - 1) / plan.num_digits;
@@ -159,8 +160,8 @@ SortPlan PlanOf(const PartitionItem& item, const KeyMap& map) {
 }
 
 // Whether an item has to be sorted by SortWide.
-bool IsWide(const PartitionItem& item, const KeyMap& map) {
-  return !map.is_narrow || PlanOf(item, map).bucket_bits > kMaxBucketBits;
+bool IsWide(const PartitionItem& item, const KeyMap& map, std::int64_t bucket_size) {
+  return !map.is_narrow || PlanOf(item, map, bucket_size).bucket_bits > kMaxBucketBits;
 }
 
 // Keys of ids [first, first + n); see PartitionKernels.
@@ -247,7 +248,7 @@ bool SortInBuckets(ItemContext& c, const SortPlan& plan, std::span<const Slice> 
     const std::uint32_t* sorted = buckets + begin;
     if (n > 1 && plan.num_digits > 0) {
       sorted = kernels.sort_bucket(buckets + begin, n, plan, c.scratch.histogram,
-                                   c.scratch.sorted.data());
+                                   c.scratch.other.data());
     }
     if (c.item.gains == GainKind::kPerId) {
       kernels.emit_with_gains(sorted, n, plan, static_cast<std::uint32_t>(b),
@@ -345,7 +346,7 @@ bool SortItem(ItemContext& c, std::int32_t num_cores, std::span<const Slice> sli
   if (c.item.is_wide) {
     if (!SortWide(c, slices)) return false;
   } else {
-    if (!SortInBuckets(c, PlanOf(c.item, c.map), slices)) return false;
+    if (!SortInBuckets(c, PlanOf(c.item, c.map, c.kernels.bucket_size), slices)) return false;
     FindRunEnds(c, num_cores);
   }
   std::int64_t begin = 0;
@@ -469,7 +470,8 @@ PartitionProblem PlanBatch(PartitionState& state, const KjtView& kjt,
       if (item.size > kInt32Max) {
         return {PartitionProblem::kTooLarge, table.stack, -1, -1, item.size};
       }
-      item.is_wide = IsWide(item, state.key_maps[static_cast<std::size_t>(t)]);
+      item.is_wide =
+          IsWide(item, state.key_maps[static_cast<std::size_t>(t)], state.kernels.bucket_size);
       begin += item.size;
       if (gains == GainKind::kPerSample) gains_begin += stack_samples - first_sample;
     }
@@ -494,7 +496,7 @@ PartitionProblem PlanBatch(PartitionState& state, const KjtView& kjt,
   }
   for (PartitionScratch& scratch : state.scratch) {
     scratch.buckets.Reserve(static_cast<std::size_t>(largest));
-    scratch.sorted.Reserve(static_cast<std::size_t>(largest));
+    scratch.other.Reserve(static_cast<std::size_t>(2 * largest + kSpill));
     scratch.wide.Reserve(static_cast<std::size_t>(largest_wide));
     scratch.wide_other.Reserve(static_cast<std::size_t>(largest_wide));
     scratch.occurrences.Reserve(static_cast<std::size_t>(most_occurrences));

@@ -2,12 +2,14 @@
 
 #if defined(__GNUC__) && !defined(__clang__)
 // GCC 12 takes the deliberately undefined operands inside its own intrinsics for mistakes.
+#pragma GCC diagnostic ignored "-Wuninitialized"
 #pragma GCC diagnostic ignored "-Wmaybe-uninitialized"
 #endif
 
 #include <immintrin.h>
 
 #include <cstdint>
+#include <cstring>
 
 #include "partition_kernels_generic.h"
 
@@ -18,8 +20,10 @@ namespace avx512 {
 using u32 = std::uint32_t;
 using u64 = std::uint64_t;
 
+// The first n lanes, any n.
 inline __mmask16 FirstLanes(std::int64_t n) {
-  return n >= 16 ? static_cast<__mmask16>(0xffff) : static_cast<__mmask16>((1u << n) - 1);
+  const u32 lanes = n >= 16 ? 16 : n <= 0 ? 0 : static_cast<u32>(n);
+  return static_cast<__mmask16>((1u << lanes) - 1);
 }
 
 inline __m128i Count(int bits) { return _mm_cvtsi32_si128(bits); }
@@ -138,6 +142,176 @@ void FillBuckets(const u32* keys, const u32* low, std::int64_t n, const SortPlan
     }
   }
   if (plan.bucket_bits == 0) next[0] += static_cast<u32>(n);
+}
+
+// As generic::StartsOf; digits have 16 values or more.
+void StartsOf(u32* counts, const u32* other, u32 size) {
+  if (size < 16) return generic::StartsOf(counts, other, size);
+  const __m512i zero = _mm512_setzero_si512(), last = _mm512_set1_epi32(15);
+  __m512i sum = zero;  // in every lane
+  for (u32 i = 0; i < size; i += 16) {
+    const __m512i count =
+        _mm512_add_epi32(_mm512_loadu_si512(counts + i), _mm512_loadu_si512(other + i));
+    __m512i up_to = count;
+    up_to = _mm512_add_epi32(up_to, _mm512_alignr_epi32(up_to, zero, 15));
+    up_to = _mm512_add_epi32(up_to, _mm512_alignr_epi32(up_to, zero, 14));
+    up_to = _mm512_add_epi32(up_to, _mm512_alignr_epi32(up_to, zero, 12));
+    up_to = _mm512_add_epi32(up_to, _mm512_alignr_epi32(up_to, zero, 8));
+    up_to = _mm512_add_epi32(up_to, sum);
+    _mm512_storeu_si512(counts + i, _mm512_sub_epi32(up_to, count));
+    sum = _mm512_permutexvar_epi32(last, up_to);
+  }
+}
+
+// Bitonic sorting of 16 * kVectors dwords in registers; compare with `partner`, keep the larger
+// where kUpper says so.
+template <int kUpper>
+inline __m512i Exchange(__m512i v, __m512i partner) {
+  return _mm512_mask_max_epu32(_mm512_min_epu32(v, partner), static_cast<__mmask16>(kUpper), v,
+                               partner);
+}
+
+inline __m512i Reverse(__m512i v) {
+  return _mm512_permutexvar_epi32(_mm512_sub_epi32(_mm512_set1_epi32(15), Iota()), v);
+}
+inline __m512i ReverseEights(__m512i v) {
+  return _mm512_permutexvar_epi32(_mm512_xor_si512(_mm512_set1_epi32(7), Iota()), v);
+}
+
+inline __m512i MergeFours(__m512i v) {
+  v = Exchange<0xcccc>(v, _mm512_shuffle_epi32(v, _MM_PERM_BADC));
+  return Exchange<0xaaaa>(v, _mm512_shuffle_epi32(v, _MM_PERM_CDAB));
+}
+inline __m512i MergeEights(__m512i v) {
+  return MergeFours(Exchange<0xf0f0>(v, _mm512_shuffle_i32x4(v, v, 0xb1)));
+}
+inline __m512i MergeSixteen(__m512i v) {
+  return MergeEights(Exchange<0xff00>(v, _mm512_shuffle_i32x4(v, v, 0x4e)));
+}
+
+inline __m512i SortLanes(__m512i v) {
+  v = Exchange<0xaaaa>(v, _mm512_shuffle_epi32(v, _MM_PERM_CDAB));
+  v = Exchange<0xcccc>(v, _mm512_shuffle_epi32(v, _MM_PERM_ABCD));
+  v = Exchange<0xaaaa>(v, _mm512_shuffle_epi32(v, _MM_PERM_CDAB));
+  v = MergeFours(Exchange<0xf0f0>(v, ReverseEights(v)));
+  return MergeEights(Exchange<0xff00>(v, Reverse(v)));
+}
+
+// Sorts v[0, kSize), of which both halves are sorted.
+template <int kSize>
+inline void Merge(__m512i* v) {
+  __m512i larger[kSize / 2];
+#pragma GCC unroll 16
+  for (int i = 0; i < kSize / 2; ++i) {
+    const __m512i a = v[i], b = Reverse(v[kSize - 1 - i]);
+    v[i] = _mm512_min_epu32(a, b);
+    larger[i] = _mm512_max_epu32(a, b);
+  }
+#pragma GCC unroll 16
+  for (int i = 0; i < kSize / 2; ++i) v[kSize / 2 + i] = larger[i];
+#pragma GCC unroll 4
+  for (int distance = kSize / 4; distance > 0; distance /= 2) {
+#pragma GCC unroll 16
+    for (int i = 0; i < kSize; ++i) {
+      if ((i & distance) != 0) continue;
+      const __m512i a = v[i], b = v[i + distance];
+      v[i] = _mm512_min_epu32(a, b);
+      v[i + distance] = _mm512_max_epu32(a, b);
+    }
+  }
+#pragma GCC unroll 16
+  for (int i = 0; i < kSize; ++i) v[i] = MergeSixteen(v[i]);
+}
+
+template <int kVectors>
+inline void SortVectors(u32* data, std::int64_t n) {
+  __m512i v[kVectors];
+  const __m512i largest = _mm512_set1_epi32(-1);
+#pragma GCC unroll 16
+  for (int i = 0; i < kVectors; ++i) {
+    v[i] = SortLanes(_mm512_mask_loadu_epi32(largest, FirstLanes(n - 16 * i), data + 16 * i));
+  }
+  if constexpr (kVectors >= 2) {
+#pragma GCC unroll 8
+    for (int i = 0; i < kVectors; i += 2) Merge<2>(v + i);
+  }
+  if constexpr (kVectors >= 4) {
+#pragma GCC unroll 4
+    for (int i = 0; i < kVectors; i += 4) Merge<4>(v + i);
+  }
+  if constexpr (kVectors >= 8) {
+#pragma GCC unroll 2
+    for (int i = 0; i < kVectors; i += 8) Merge<8>(v + i);
+  }
+  if constexpr (kVectors >= 16) Merge<16>(v);
+#pragma GCC unroll 16
+  for (int i = 0; i < kVectors; ++i) {
+    _mm512_mask_storeu_epi32(data + 16 * i, FirstLanes(n - 16 * i), v[i]);
+  }
+}
+
+constexpr std::int64_t kNetworkSize = 256;
+
+void SortSmall(u32* data, std::int64_t n) {
+  if (n <= 16) return SortVectors<1>(data, n);
+  if (n <= 32) return SortVectors<2>(data, n);
+  if (n <= 64) return SortVectors<4>(data, n);
+  if (n <= 128) return SortVectors<8>(data, n);
+  SortVectors<16>(data, n);
+}
+
+// Quicksort by whole words: rest, then low, which has risen from the start. What equals the pivot
+// in rest is in order already, so that the rows everybody asks for cost one pass. `other` has room
+// for n. After too many bad pivots the radix sort takes over.
+void QuickSort(u32* data, std::int64_t n, const SortPlan& plan, u32* histogram, u32* other,
+               int depth) {
+  while (n > kNetworkSize) {
+    if (depth-- == 0) {
+      const u32* sorted = generic::SortBucket<StartsOf>(data, n, plan, histogram, other);
+      if (sorted != data) std::memcpy(data, sorted, sizeof(u32) * static_cast<u64>(n));
+      return;
+    }
+    const u32 a = data[n / 4], b = data[n / 2], c = data[n / 4 * 3];
+    const u32 low_ab = a < b ? a : b, high_ab = a < b ? b : a;
+    const u32 pivot = c < low_ab ? low_ab : c > high_ab ? high_ab : c;
+    const u32 low_mask = generic::LowMask(plan.low_bits);
+    const __m512i first = _mm512_set1_epi32(static_cast<std::int32_t>(pivot & ~low_mask));
+    const __m512i last = _mm512_set1_epi32(static_cast<std::int32_t>(pivot | low_mask));
+    // All three parts keep their order. Less stays in data, behind what was read.
+    u32* const greater_part = other + n + 16;
+    std::int64_t num_less = 0, num_equal = 0, num_greater = 0;
+    for (std::int64_t i = 0; i < n; i += 16) {
+      const __mmask16 lanes = FirstLanes(n - i);
+      const __m512i v = _mm512_maskz_loadu_epi32(lanes, data + i);
+      const __mmask16 less = _mm512_mask_cmplt_epu32_mask(lanes, v, first);
+      const __mmask16 greater = _mm512_mask_cmpgt_epu32_mask(lanes, v, last);
+      const __mmask16 equal = static_cast<__mmask16>(lanes & ~(less | greater));
+      _mm512_mask_storeu_epi32(data + num_less, lanes, _mm512_maskz_compress_epi32(less, v));
+      _mm512_storeu_si512(other + num_equal, _mm512_maskz_compress_epi32(equal, v));
+      _mm512_storeu_si512(greater_part + num_greater, _mm512_maskz_compress_epi32(greater, v));
+      num_less += __builtin_popcount(less);
+      num_equal += __builtin_popcount(equal);
+      num_greater += __builtin_popcount(greater);
+    }
+    std::memcpy(data + num_less, other, sizeof(u32) * static_cast<u64>(num_equal));
+    u32* const above = data + num_less + num_equal;
+    std::memcpy(above, greater_part, sizeof(u32) * static_cast<u64>(num_greater));
+    // The smaller side by recursion: the stack stays shallow.
+    if (num_less < num_greater) {
+      QuickSort(data, num_less, plan, histogram, other, depth);
+      data = above;
+      n = num_greater;
+    } else {
+      QuickSort(above, num_greater, plan, histogram, other, depth);
+      n = num_less;
+    }
+  }
+  if (n > 1) SortSmall(data, n);
+}
+
+u32* SortBucket(u32* bucket, std::int64_t n, const SortPlan& plan, u32* histogram, u32* other) {
+  QuickSort(bucket, n, plan, histogram, other, 24);
+  return bucket;
 }
 
 inline void EmitLanes(__mmask16 lanes, __m512i key, __m512i sample, u64* run) {
@@ -331,7 +505,8 @@ const PartitionKernels kPartitionKernelsAvx512 = {
     .make_keys_i32 = avx512::MakeKeys<std::int32_t>,
     .make_keys_i64 = avx512::MakeKeys<std::int64_t>,
     .fill_buckets = avx512::FillBuckets,
-    .sort_bucket = generic::SortBucket,
+    .sort_bucket = avx512::SortBucket,
+    .bucket_size = 192,
     .emit = avx512::Emit,
     .emit_with_gains = avx512::EmitWithGains,
     .count_distinct = avx512::CountDistinct,

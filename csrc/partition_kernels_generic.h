@@ -128,6 +128,10 @@ inline void Scatter(const u32* from, std::int64_t n, int shift, u32 mask, u32* n
   }
 }
 
+// Two copies of a bucket this large fit the first-level cache.
+constexpr std::int64_t kBucketSize = 2048;
+
+template <void (*kStartsOf)(u32*, const u32*, u32)>
 inline u32* SortBucket(u32* bucket, std::int64_t n, const SortPlan& plan, u32* histogram,
                        u32* other) {
   if (n <= 24) {  // by rest and low together: low rises in input order
@@ -161,7 +165,7 @@ inline u32* SortBucket(u32* bucket, std::int64_t n, const SortPlan& plan, u32* h
     const int shift = plan.low_bits + digit * bits;
     const u32 first = (bucket[0] >> shift) & (size - 1);
     if (counts[first] + counts[size + first] == static_cast<u32>(n)) continue;  // all the same
-    StartsOf(counts, counts + size, size);
+    kStartsOf(counts, counts + size, size);
     Scatter(bucket, n, shift, size - 1, counts, other);
     u32* const sorted = other;
     other = bucket;

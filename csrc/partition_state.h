@@ -55,7 +55,7 @@ struct WideEntry {
 struct PartitionScratch {
   std::vector<Slice> slices;
   Buffer<std::uint32_t> buckets;
-  Buffer<std::uint32_t> sorted;
+  Buffer<std::uint32_t> other;
   Buffer<WideEntry> wide, wide_other;  // items that buckets cannot hold
   Buffer<std::uint64_t> occurrences;
   Buffer<std::int64_t> valid_ids;  // what is left of an item with invalid ids

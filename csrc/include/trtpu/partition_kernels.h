@@ -24,6 +24,9 @@ inline constexpr std::int32_t kMaxDigits = 4;
 // For the digits of a bucket, in two copies.
 inline constexpr std::int64_t kHistogramSize = 2 * kMaxDigits << kMaxDigitBits;
 
+// Scratch that a vector may run past the end.
+inline constexpr std::int64_t kSpill = 32;
+
 // Ids are handled in blocks that stay in the first-level cache.
 inline constexpr std::int32_t kBlock = 1024;
 
@@ -51,9 +54,10 @@ struct PartitionKernels {
                        const SortPlan& plan, std::uint32_t* next, std::uint32_t* buckets);
 
   // Sorts a bucket by rest, stably; returns `bucket` or `other`, whichever holds the result.
-  // `histogram` (kHistogramSize) is scratch.
+  // `histogram` (kHistogramSize) and `other` (2 * n + kSpill) are scratch.
   std::uint32_t* (*sort_bucket)(std::uint32_t* bucket, std::int64_t n, const SortPlan& plan,
                                 std::uint32_t* histogram, std::uint32_t* other);
+  std::int64_t bucket_size;  // the mean size that suits sort_bucket
 
   // Appends a sorted bucket to the run: low is a sample, counted from first_sample.
   void (*emit)(const std::uint32_t* sorted, std::int64_t n, const SortPlan& plan,
