@@ -454,7 +454,8 @@ def stablehlo(rule: Rule, *, dim: int, logical_dim: int | None = None, name: str
 
     It is the computation that the call target SparseDenseMatmulGradOpWithOptimizerUpdate wants:
     arguments (grad, row, *slots, *operands), operands already broadcast to the row; result a
-    tuple (row, *slots). Row-wide arguments are tensor<1 x dim>, scalar slots tensor<1 x 1>.
+    tuple (row, *slots). Row-wide arguments are tensor<1 x dim>; a scalar slot, which the call takes
+    as an array (rows,), is tensor<1>.
 
     Args:
         rule: the rule.
@@ -475,63 +476,68 @@ def stablehlo(rule: Rule, *, dim: int, logical_dim: int | None = None, name: str
       return %2 : tuple<tensor<1x8xf32>>
     }
     """
+    # The SparseCore compiler runs the function on many rows at once by making axis 0 longer. So
+    # nothing may slice, reshape or index axis 0, nor reduce an operand to one number (libtpu 0.0.52
+    # refuses all three): arithmetic between scalars and operands happens at the width of the row.
     trace = _trace(rule)
-    row_type, scalar_type = f"tensor<1x{dim}xf32>", "tensor<1x1xf32>"
+    row_type, scalar_type, count = f"tensor<1x{dim}xf32>", "tensor<1xf32>", logical_dim or dim
     body: list[str] = []
 
     def emit(text: str) -> str:
         body.append(f"  %{len(body)} = stablehlo.{text}")
         return f"%{len(body) - 1}"
 
-    names = {v: f"%{v.name}" for v in (trace.grad, trace.row, *trace.slots, *trace.operands)}
-    narrow: dict[_Value, str] = {}  # one element of an operand, for arithmetic between scalars
+    def reduce(row: str, op: str, start: str) -> str:
+        """One number a row."""
+        init = emit(f"constant dense<{start}> : tensor<f32>")
+        return emit(
+            f"reduce({row} init: {init}) applies stablehlo.{op} across dimensions = [1] : "
+            f"({row_type}, tensor<f32>) -> {scalar_type}"
+        )
 
-    def operand(value: _Value, type_: str) -> str:
+    inputs = (trace.grad, trace.row, *trace.slots, *trace.operands)
+    names = {value: f"%{value.name}" for value in inputs}
+    types = {v: scalar_type if v.width == "scalar" else row_type for v in inputs}
+
+    def as_type(value: _Value, type_: str) -> str:
         """The name of `value` as a tensor of `type_`."""
         if value.op == "const":
             return emit(f"constant dense<{float(value.name):.9e}> : {type_}")
-        if value.width == "uniform" and type_ == scalar_type:
-            if value not in narrow:
-                narrow[value] = emit(
-                    f"slice {names[value]} [0:1, 0:1] : ({row_type}) -> {scalar_type}"
-                )
-            return narrow[value]
-        if value.width == "scalar" and type_ == row_type:
+        if types[value] == type_:
+            return names[value]
+        if type_ == row_type:
             return emit(
-                f"broadcast_in_dim {names[value]}, dims = [0, 1] : ({scalar_type}) -> {row_type}"
+                f"broadcast_in_dim {names[value]}, dims = [0] : ({scalar_type}) -> {row_type}"
             )
-        return names[value]
+        return reduce(names[value], "maximum", "0xFF800000")  # of equal elements, from -inf
+
+    def mean(terms: str) -> str:
+        if count < dim:
+            ones = ", ".join(["1.0"] * count + ["0.0"] * (dim - count))
+            mask = emit(f"constant dense<[{ones}]> : tensor<{dim}xf32>")
+            mask = emit(f"broadcast_in_dim {mask}, dims = [1] : (tensor<{dim}xf32>) -> {row_type}")
+            terms = emit(f"multiply {terms}, {mask} : {row_type}")
+        total = reduce(terms, "add", "0.0")
+        divisor = emit(f"constant dense<{count:.9e}> : {scalar_type}")
+        return emit(f"divide {total}, {divisor} : {scalar_type}")
 
     for value in _in_order(trace.outputs):
         if value.op in ("input", "const"):
             continue
         if value.op == "mean":
-            terms, count = operand(value.args[0], row_type), logical_dim or dim
-            terms_type = f"tensor<1x{count}xf32>"
-            if terms_type != row_type:
-                terms = emit(f"slice {terms} [0:1, 0:{count}] : ({row_type}) -> {terms_type}")
-            zero = emit("constant dense<0.0> : tensor<f32>")
-            total = emit(
-                f"reduce({terms} init: {zero}) applies stablehlo.add across dimensions = [1] : "
-                f"({terms_type}, tensor<f32>) -> tensor<1xf32>"
-            )
-            total = emit(f"reshape {total} : (tensor<1xf32>) -> {scalar_type}")
-            divisor = emit(f"constant dense<{count:.9e}> : {scalar_type}")
-            names[value] = emit(f"divide {total}, {divisor} : {scalar_type}")
+            types[value] = scalar_type
+            names[value] = mean(as_type(value.args[0], row_type))
             continue
-        type_ = row_type if value.width == "row" else scalar_type
-        args = ", ".join(operand(arg, type_) for arg in value.args)
-        names[value] = emit(f"{value.op} {args} : {type_}")
+        is_scalar = all(arg.op == "const" or types[arg] == scalar_type for arg in value.args)
+        types[value] = scalar_type if is_scalar else row_type
+        args = ", ".join([as_type(arg, types[value]) for arg in value.args])
+        names[value] = emit(f"{value.op} {args} : {types[value]}")
 
-    def types(values: Iterable[_Value]) -> list[str]:
-        return [scalar_type if v.width == "scalar" else row_type for v in values]
-
-    inputs = (trace.grad, trace.row, *trace.slots, *trace.operands)
-    signature = ", ".join(
-        f"{names[v]}: {type_}" for v, type_ in zip(inputs, types(inputs), strict=True)
-    )
-    tuple_type = f"tuple<{', '.join(types(trace.outputs))}>"
-    result = emit(f"tuple {', '.join(names[v] for v in trace.outputs)} : {tuple_type}")
+    signature = ", ".join(f"{names[v]}: {types[v]}" for v in inputs)
+    result_types = [types[v] for v in (trace.row, *trace.slots)]
+    outputs = [as_type(v, type_) for v, type_ in zip(trace.outputs, result_types, strict=True)]
+    tuple_type = f"tuple<{', '.join(result_types)}>"
+    result = emit(f"tuple {', '.join(outputs)} : {tuple_type}")
     return "\n".join(
         [
             f"func.func private @{name or f'{rule.name}_{dim}'}({signature}) -> {tuple_type} {{",

@@ -1,10 +1,12 @@
 """The tracer: one function of a row as NumPy, C++ and StableHLO."""
 
 import ctypes
+import importlib.util
 import os
 import re
 import shutil
 import subprocess
+import sys
 from operator import attrgetter
 
 import numpy as np
@@ -280,7 +282,7 @@ def test_stablehlo_run_by_xla_equals_numpy(rule):
     wanted = apply(rule, grad, row, slots, operands)
 
     def pad(array):
-        return np.pad(array, ((0, 0), (0, padded - dim))) if array.ndim == 2 else array[:, None]
+        return np.pad(array, ((0, 0), (0, padded - dim))) if array.ndim == 2 else array
 
     results = run_by_xla(
         stablehlo(rule, dim=padded, logical_dim=dim, name="update"),
@@ -288,8 +290,83 @@ def test_stablehlo_run_by_xla_equals_numpy(rule):
         [*map(pad, (grad, row, *slots)), *(np.full((1, padded), x, np.float32) for x in operands)],
     )
     for got, want in zip(results, wanted, strict=True):
-        logical = got[:, :dim] if want.ndim == 2 else got[:, 0]
+        logical = got[:, :dim] if want.ndim == 2 else got
         np.testing.assert_allclose(logical, want, rtol=1e-6, atol=1e-6)
+
+
+COMPILE_FOR_TPU = r"""
+import json, sys
+import numpy as np
+from jax.experimental import topologies
+from jax.interpreters import mlir
+from jaxlib import xla_client
+from jaxlib.mlir import ir
+from torchrec_tpu.sparsecore.optimizers import RULES
+from torchrec_tpu.sparsecore.rules import stablehlo
+
+CORES, SAMPLES, SLOTS, ROWS, DIM, LOGICAL_DIM = 2, 512, 2048, 1024, 16, 12  # of one device
+
+def module(rule):
+    table, scalar = f"tensor<{ROWS}x{DIM}xf32>", f"tensor<{ROWS}xf32>"
+    state = [table, *(table if slot.width == "row" else scalar for slot in rule.slots)]
+    ids = f"tensor<{SLOTS}xi32>"
+    inputs = [f"tensor<{8 * CORES}xi32>", ids, ids, f"tensor<{SLOTS}xf32>",
+              f"tensor<{SAMPLES}x{DIM}xf32>", *state, *["tensor<f32>"] * len(rule.operands)]
+    config = {"max_ids_per_partition": 64, "max_unique_ids_per_partition": 64,
+              "pad_value": 2**31 - 1, "sharding_strategy": 1,
+              "num_slot_variables": len(rule.slots), "num_hyperparameters": len(rule.operands)}
+    config = json.dumps({"sparse_dense_matmul_config": config,
+                         "device_type": "DEVICE_TYPE_SPARSECORE"}).replace('"', '\\"')
+    result = f"tuple<{', '.join(state)}>"
+    names = ", ".join(f"%a{i}" for i in range(len(inputs)))
+    arguments = ", ".join(f"%a{i}: {type_}" for i, type_ in enumerate(inputs))
+    return "\n".join([
+        f"func.func public @main({arguments}) -> {table} {{",
+        f"%t = stablehlo.custom_call @SparseDenseMatmulGradOpWithOptimizerUpdate({names}) "
+        f'{{backend_config = "{config}", called_computations = [@update], api_version = 1 : i32}} '
+        f": ({', '.join(inputs)}) -> {result}",
+        '%r = stablehlo.get_tuple_element %t[0] '
+        f'{{mhlo.frontend_attributes = {{_xla_compute_type = "sparse"}}}} : ({result}) -> {table}',
+        f"return %r : {table}", "}",
+        stablehlo(rule, dim=DIM, logical_dim=LOGICAL_DIM, name="update"),
+    ])
+
+devices = topologies.get_topology_desc(topology_name=sys.argv[1], platform="tpu").devices
+options = xla_client.CompileOptions()
+build = options.executable_build_options
+grid = xla_client.DeviceAssignment.create(np.arange(len(devices)).reshape(-1, 1))
+for each in (options, build):
+    each.num_replicas, each.num_partitions, each.device_assignment = len(devices), 1, grid
+for name, rule in RULES.items():
+    with mlir.make_ir_context():
+        text = ir.Module.parse(module(rule))
+    devices[0].client.compile(text, xla_client.DeviceList(tuple(devices)), options)
+    print("compiled", name)
+"""
+
+
+@pytest.mark.slow
+@pytest.mark.oracle
+@pytest.mark.parametrize("topology", ["v6e:2x2", "tpu7x:2x2x1"])
+def test_the_sparsecore_compiler_takes_every_rule(topology):
+    """Inside the call target for user-defined updates, with a row that has padding; no TPU."""
+    for package in ("jax", "libtpu"):
+        if importlib.util.find_spec(package) is None:
+            pytest.skip(f"{package} is not installed: pip install torchrec_tpu[aot]")
+    settings = {
+        "JAX_PLATFORMS": "cpu",
+        "TPU_SKIP_MDS_QUERY": "1",
+        "ALLOW_MULTIPLE_LIBTPU_LOAD": "1",
+    }
+    result = subprocess.run(
+        [sys.executable, "-c", COMPILE_FOR_TPU, topology],
+        env={**os.environ, **settings},
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    compiled = [line.split()[1] for line in result.stdout.splitlines() if "compiled" in line]
+    assert compiled == list(RULES), result.stderr[-2000:]
 
 
 def test_stablehlo_takes_operands_as_arguments():
