@@ -131,3 +131,55 @@ class ProgramError(TorchrecTpuError, RuntimeError):
 
 class DependencyError(TorchrecTpuError, ImportError):
     """An optional package that is missing, or whose version was never tested with this one."""
+
+
+class TopologyError(TorchrecTpuError, ValueError):
+    """A name that no slice has."""
+
+
+class CompileError(TorchrecTpuError, RuntimeError):
+    """The compiler refused a program, or died over it."""
+
+
+class LimitsError(CompileError):
+    """Limits of a stack that the SparseCore's memory cannot hold.
+
+    Larger limits may fit again, by another method of the compiler: `aot.probe` tells which do.
+
+    Attributes:
+        stacks: those that have the refused limits; empty when that is not known.
+    """
+
+    def __init__(self, message: str, *, stacks: tuple[str, ...] = ()) -> None:
+        self.stacks = stacks
+        super().__init__(message)
+
+
+class HbmError(CompileError):
+    """A program that needs more HBM than a device has.
+
+    Attributes:
+        needed_bytes: of one device.
+        available_bytes: what the compiler may use of it.
+    """
+
+    def __init__(self, message: str, *, needed_bytes: int, available_bytes: int) -> None:
+        self.needed_bytes = needed_bytes
+        self.available_bytes = available_bytes
+        super().__init__(message)
+
+
+class CompilerDiedError(CompileError):
+    """The compiler's process ended without an answer.
+
+    Attributes:
+        exit_code: of the process; the negative number of the signal that ended it.
+    """
+
+    def __init__(self, message: str, *, exit_code: int) -> None:
+        self.exit_code = exit_code
+        super().__init__(message)
+
+
+class DeadlineError(CompileError, TimeoutError):
+    """A compilation that took longer than it may."""

@@ -24,12 +24,19 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Final
 
+import numpy as np
+
 from torchrec_tpu.sparsecore.errors import DependencyError, ProgramError
 
 if TYPE_CHECKING:
     import torch
 
-TESTED: Final = {"torch_tpu": ("0.2.0",), "jax": ("0.10.2",), "jaxlib": ("0.10.2",)}
+TESTED: Final = {
+    "torch_tpu": ("0.2.0",),
+    "jax": ("0.10.2",),
+    "jaxlib": ("0.10.2",),
+    "libtpu": ("0.0.52",),
+}
 """Versions whose private names this module was tested with."""
 
 ENVIRONMENT: Final = {
@@ -106,6 +113,77 @@ def simplify(module: Any) -> None:
     from jaxlib.mlir.passmanager import PassManager
 
     PassManager.parse("builtin.module(canonicalize,cse,canonicalize)").run(module.operation)
+
+
+# ---------------------------------------------------------------------------------------- libtpu
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Executable:
+    """What libtpu says about a program that it has compiled for one device of a slice.
+
+    Attributes:
+        memory: bytes, by XLA's names without "_size_in_bytes": "argument", "output", "alias",
+            "temp", "generated_code".
+        cost: XLA's own estimates, e.g. "flops".
+        device_kind: as the runtime reports it.
+    """
+
+    memory: dict[str, int]
+    cost: dict[str, float]
+    device_kind: str
+
+
+class CompilerRefusal(Exception):
+    """libtpu's own words, when it does not compile a program."""
+
+
+def compile_with_libtpu(
+    text: str, topology: str, *, options: dict[str, str | int | bool]
+) -> Executable:
+    """Compiles StableHLO for every device of a slice: a replica each, one partition.
+
+    libtpu may end the process, and takes flags from the environment: call it in a child process.
+    The scheduled program is not returned, for jaxlib cannot read libtpu's SparseCore instructions
+    back; --xla_dump_to in XLA_FLAGS has it written to files.
+
+    Args:
+        text: of one module.
+        topology: name of the slice.
+        options: XLA's, by name.
+
+    Raises:
+        DependencyError: jax, jaxlib or libtpu is missing or was never tested.
+        CompilerRefusal: the slice does not exist, or the program does not compile.
+    """
+    require("jax", "jaxlib", "libtpu")
+    from jax.errors import JaxRuntimeError
+    from jax.experimental import topologies
+    from jaxlib import _jax, xla_client
+
+    try:
+        devices = topologies.get_topology_desc(topology_name=topology, platform="tpu").devices
+        compile_options = xla_client.CompileOptions()
+        for target in (compile_options, compile_options.executable_build_options):
+            target.num_replicas = len(devices)
+            target.num_partitions = 1
+            target.device_assignment = xla_client.DeviceAssignment.create(
+                np.arange(len(devices)).reshape(-1, 1)
+            )
+        compile_options.env_option_overrides = list(options.items())
+        with mlir() as bindings:
+            executable = devices[0].client.compile(
+                bindings.ir.Module.parse(text), _jax.DeviceList(tuple(devices)), compile_options
+            )
+    except JaxRuntimeError as error:
+        raise CompilerRefusal(str(error)) from error
+    memory, cost = executable.get_compiled_memory_stats(), executable.cost_analysis()
+    names = ("argument", "output", "alias", "temp", "generated_code")
+    return Executable(
+        memory={name: int(getattr(memory, f"{name}_size_in_bytes")) for name in names},
+        cost={name: float(cost[name]) for name in ("flops", "bytes accessed") if name in cost},
+        device_kind=devices[0].device_kind,
+    )
 
 
 # ------------------------------------------------------------------------------------- torch -> HLO
