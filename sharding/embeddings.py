@@ -10,6 +10,8 @@ Legend: B batch size, F features, V num_embeddings, D embedding_dim, N_f ids of 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
 from typing import Any, Literal, Self, TypedDict, Unpack
 
 import torch
@@ -58,6 +60,16 @@ _PREPARED = "_torchrec_tpu_batches"
 """KJT attribute: batch key -> (version of the KJT's tensors, SparseBatch)."""
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Replacement:
+    """What `replaced_lookup` puts in the place of a batch and its lookup."""
+
+    batch_size: int
+    num_samples: tuple[int, ...]  # (F,) stack order
+    lengths: Tensor | None  # (F, B) config order
+    lookup: Callable[[Sequence[int]], Tensor]
+
+
 class Options(TypedDict, total=False):
     """How a collection is laid out and fed. None of it changes results.
 
@@ -87,6 +99,7 @@ class _Collection(FusedOptimizerModule, nn.Module):
     """What pooled and sequence collections share: layout, batches, lookup, optimizer."""
 
     _tables_name: str  # attribute that holds the tables, as in TorchRec
+    _replacement: _Replacement | None = None
     _combiner: Callable[[Any], Combiner]
 
     def _set_up(
@@ -275,7 +288,44 @@ class _Collection(FusedOptimizerModule, nn.Module):
             capacity,
         )
 
-    def _batch_of(self, features: KeyedJaggedTensor | SparseBatch) -> SparseBatch:
+    @contextmanager
+    def replaced_lookup(
+        self,
+        lookup: Callable[[Sequence[int]], Tensor],
+        *,
+        batch_size: int,
+        num_samples: tuple[int, ...],
+        lengths: Tensor | None = None,
+    ) -> Iterator[None]:
+        """Within the block, `forward` takes its activations from `lookup`: the seam for tracing.
+
+        `forward` does not read its argument then, and nothing is updated in backward.
+
+        Args:
+            lookup: shape of the activations -> activations, float32, as `Layout.geometry` says.
+            batch_size: B.
+            num_samples: (F,) stack order: B, or the ids of a sequence feature.
+            lengths: (F, B) in config order, for sequences.
+        """
+        self._replacement = _Replacement(
+            batch_size=batch_size, num_samples=num_samples, lengths=lengths, lookup=lookup
+        )
+        try:
+            yield
+        finally:
+            self._replacement = None
+
+    @property
+    def table_optimizers(self) -> dict[str, OptimizerSpec | None]:
+        """The optimizer of each table, in config order; None for a frozen one."""
+        return {
+            name: self._optimizer.spec(name) if weight.requires_grad else None
+            for name, weight in self._weights().items()
+        }
+
+    def _batch_of(self, features: KeyedJaggedTensor | SparseBatch) -> SparseBatch | _Replacement:
+        if self._replacement is not None:
+            return self._replacement
         if isinstance(features, SparseBatch):
             if features.fingerprint != self._layout.fingerprint:
                 raise BatchLayoutError(
@@ -285,7 +335,9 @@ class _Collection(FusedOptimizerModule, nn.Module):
             return features
         return self._attached(features) or self.preprocess(features)
 
-    def _lookup(self, batch: SparseBatch, out_shape: Sequence[int]) -> Tensor:
+    def _lookup(self, batch: SparseBatch | _Replacement, out_shape: Sequence[int]) -> Tensor:
+        if isinstance(batch, _Replacement):
+            return batch.lookup(out_shape)
         weights = self._weights()
         training = torch.is_grad_enabled() and any(w.requires_grad for w in weights.values())
         if training:
@@ -578,7 +630,9 @@ class SparseCoreEmbeddingCollection(_Collection, EmbeddingCollectionInterface):
         )
         sizes = [num_ids[feature.config_index] for feature in self._layout.features]
         rows = torch.split(self._lookup(batch, (sum(sizes), self._dim)), sizes)
-        lengths = torch.from_numpy(batch.lengths)
+        lengths = (
+            batch.lengths if isinstance(batch.lengths, Tensor) else torch.from_numpy(batch.lengths)
+        )
         indices = self._indices(features)
         return {
             feature.output_name: JaggedTensor(

@@ -239,11 +239,8 @@ def _reason_to_keep(module: nn.Module) -> str | None:
         return "a subclass or another implementation, whose own behaviour would be lost"
     if any(getattr(module, hooks) for hooks in _HOOKS):
         return "it has hooks, which would be lost: remove them and register them again afterwards"
-    tables = list(_tables(module))
-    if any(weight.is_meta for _, weight in tables):
-        return 'on the meta device: call model.to_empty(device="cpu") and reset_parameters() first'
     try:
-        for config, weight in tables:
+        for config, weight in _tables(module):
             check_table(config, weight)
     except TableError as error:
         return str(error)

@@ -213,6 +213,14 @@ class Graph:
     calls: tuple[tuple[str, Any, Any], ...]
     outputs: tuple[Ref, ...]
 
+    @property
+    def unused_inputs(self) -> tuple[int, ...]:
+        """Inputs that neither a call nor an output reads."""
+        from torch.utils._pytree import tree_leaves
+
+        used = {leaf for leaf in tree_leaves([self.calls, self.outputs]) if isinstance(leaf, Ref)}
+        return tuple(i for i in range(len(self.inputs)) if Ref(i) not in used)
+
 
 def graph_of(module: torch.fx.GraphModule) -> Graph:
     """The graph of a module that make_fx traced on fake tensors.

@@ -10,12 +10,27 @@ import dataclasses
 import hashlib
 import json
 import math
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from functools import cached_property
 from pathlib import Path
-from typing import Any, Final, Literal, Self
+from typing import TYPE_CHECKING, Any, Final, Literal, Self
 
+import numpy as np
+
+from torchrec_tpu.sparsecore.aot import adapter, lowering
+from torchrec_tpu.sparsecore.aot.adapter import Mlir
+from torchrec_tpu.sparsecore.batch import pointers_per_core
+from torchrec_tpu.sparsecore.capacity import Capacity
 from torchrec_tpu.sparsecore.errors import ProgramError
+from torchrec_tpu.sparsecore.layout import Layout, Stack
+from torchrec_tpu.sparsecore.optimizers import OptimizerSpec
+from torchrec_tpu.sparsecore.stacking import make_layout
+
+if TYPE_CHECKING:
+    from torch import nn
+
+    from torchrec_tpu.sparsecore.aot.tracing import Collection, Loss, Shape, Traced
 
 Kind = Literal[
     "table",  # f32 (S * rows_per_core, dim) of one stack
@@ -37,6 +52,10 @@ ITEM_BYTES: Final = {
     "s8": 1, "u8": 1, "pred": 1,
 }  # fmt: skip
 """Bytes of one element, by XLA's name of its type."""
+
+ACTIVE: Final = "dense_operand/active"
+"""f32 scalar of a pipelined step: 0 while the pipeline fills or drains, when the dense part has no
+batch and must leave everything as it is; else 1."""
 
 FORMAT: Final = 1
 """Version of the saved form."""
@@ -137,6 +156,18 @@ class Program:
     mode: Mode
     expected: Expected
 
+    def check(self) -> None:
+        """Compares the text with what is expected of it; a wrong step cannot pass silently.
+
+        Raises:
+            ProgramError: lookups, updates or collectives are missing or surplus, an argument that
+                should be updated in place is not, or a stack's gradient does not come from the
+                loss.
+        """
+        from torchrec_tpu.sparsecore.aot import guards
+
+        guards.check(self)
+
     @cached_property
     def key(self) -> str:
         """SHA-256 (hex) of the text and all facts: what a compiled result can be cached under."""
@@ -182,6 +213,493 @@ class Program:
             json.dumps({name: _plain(getattr(self, name)) for name in names})
         )
         return facts
+
+
+def trace_step(
+    model: nn.Module,
+    collections: Mapping[str, Collection],
+    example: Any,
+    *,
+    loss: Loss,
+    batch_size: int,
+    num_devices: int,
+    cores_per_device: int,
+    capacities: Mapping[str, Mapping[str, Capacity]],
+    dense_optimizer: OptimizerSpec,
+    mode: Mode = "exact",
+    layouts: Mapping[str, Layout] | None = None,
+    sequence_ids: Mapping[str, int] | None = None,
+    gradient_division: bool = True,
+) -> Program:
+    """Traces one training step of a device.
+
+    exact: lookup, dense forward and backward, all-reduce of the dense gradients, dense optimizer,
+    table update. pipelined: update for batch t, the dense part for t + 1, lookup for t + 2 on the
+    updated tables, so that SparseCores and TensorCore work at once. A lookup then misses the update
+    of the batch before it, and of that batch only: its rows are one step stale.
+
+    Args:
+        model: with its collections; on "meta" or "cpu". Nothing of it is read but shapes.
+        collections: FQN -> collection, every one of the model.
+        example: one device's batch: tensors in tuples, lists, dicts or dataclasses. What is neither
+            (a KeyedJaggedTensor) reaches the model as it is; collections do not read it.
+        loss: (model, batch) -> mean loss over the device's samples, or a tuple that begins with it.
+        batch_size: samples of one device.
+        num_devices: devices that the tables are spread over.
+        cores_per_device: SparseCores of one.
+        capacities: collection -> stack -> static limits.
+        dense_optimizer: of all parameters outside the collections.
+        mode: see above.
+        layouts: collection -> layout with one local device; by default `program_layout`.
+        sequence_ids: KJT key -> the most ids of one device, for sequence features.
+        gradient_division: divide the tables' gradients by num_devices, as TorchRec does, so that
+            they are those of the mean loss over all devices.
+
+    Raises:
+        ProgramError: the model, or a stack of its tables, cannot be a program; says why.
+        DependencyError: torch_tpu or jaxlib is missing or was never tested.
+    """
+    from torchrec_tpu.sparsecore.aot import tracing
+
+    adapter.require()
+    shapes = {}
+    for name, collection in collections.items():
+        layout = (
+            program_layout(
+                collection.layout,
+                num_devices=num_devices,
+                cores_per_device=cores_per_device,
+                batch_size=batch_size,
+            )
+            if layouts is None
+            else layouts[name]
+        )
+        if (layout.num_devices, layout.cores_per_device, layout.num_local_devices) != (
+            num_devices,
+            cores_per_device,
+            1,
+        ):
+            raise ProgramError(
+                f"collection {name!r}: the layout is for {layout.num_devices} devices of "
+                f"{layout.cores_per_device} cores, {layout.num_local_devices} of them local; the "
+                f"program is for {num_devices} of {cores_per_device}, one local"
+            )
+        shapes[name] = tracing.Shape.of(
+            layout, batch_size=batch_size, sequence_ids=sequence_ids or {}
+        )
+    stacks = [
+        _StackPlan.of(name, shapes[name], stack, collection, capacities.get(name, {}))
+        for name, collection in collections.items()
+        for stack in shapes[name].layout.stacks
+    ]
+    traced = tracing.trace(
+        model,
+        collections,
+        shapes,
+        example,
+        loss=loss,
+        num_devices=num_devices,
+        dense_optimizer=dense_optimizer,
+        gradient_division=gradient_division,
+        is_conditional=mode == "pipelined",
+    )
+    program = _Assembly(
+        stacks=stacks,
+        traced=traced,
+        dense_optimizer=dense_optimizer,
+        num_devices=num_devices,
+        cores_per_device=cores_per_device,
+        mode=mode,
+    ).build()
+    program.check()
+    return program
+
+
+def program_layout(
+    layout: Layout, *, num_devices: int, cores_per_device: int, batch_size: int
+) -> Layout:
+    """The tables of `layout` on the devices of a program, as device 0 feeds it.
+
+    Args:
+        layout: of a collection, for any number of devices.
+        num_devices: of the program.
+        cores_per_device: SparseCores of one.
+        batch_size: samples of one device, which bounds a stack's activations.
+    """
+    return make_layout(
+        layout.tables,
+        num_devices=num_devices,
+        cores_per_device=cores_per_device,
+        num_local_devices=1,
+        batch_size=batch_size,
+    )
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _StackPlan:
+    """One stack of one collection, with what its calls need."""
+
+    collection: str
+    stack: Stack
+    layout: Layout
+    capacity: Capacity
+    samples: int  # rows of a device's activations
+    optimizer: OptimizerSpec | None  # None for a frozen stack
+
+    @classmethod
+    def of(
+        cls,
+        name: str,
+        shape: Shape,
+        stack: Stack,
+        collection: Collection,
+        capacities: Mapping[str, Capacity],
+    ) -> _StackPlan:
+        tables = [stacked.table for stacked in stack.tables]
+        optimizers = {collection.table_optimizers[table.name] for table in tables}
+        if len(optimizers) > 1:
+            raise ProgramError(
+                f"stack {stack.name!r}: its tables have different optimizers {optimizers}, or some "
+                "are frozen and some not; one call updates them all. Lay them out in several stacks"
+            )
+        (optimizer,) = optimizers
+        has_mean = optimizer and any(slot.width == "scalar" for slot in optimizer.rule.slots)
+        if has_mean and len({table.embedding_dim for table in tables}) > 1:
+            raise ProgramError(
+                f"stack {stack.name!r}: {optimizer} takes a mean over the row, and the rows of "
+                f"{[table.name for table in tables]} have different lengths; lay them out in "
+                "several stacks"
+            )
+        if stack.name not in capacities:
+            raise ProgramError(
+                f"stack {stack.name!r} of collection {name!r} has no capacity; a compiled program "
+                f"needs one. Capacities are given for {sorted(capacities)}; calibrate(batches) "
+                "suggests them"
+            )
+        return cls(
+            collection=name,
+            stack=stack,
+            layout=shape.layout,
+            capacity=capacities[stack.name],
+            samples=shape.samples(stack),
+            optimizer=optimizer,
+        )
+
+    @property
+    def prefix(self) -> str:
+        return f"{self.collection}/{self.stack.name}".lstrip("/")
+
+    @property
+    def facts(self) -> StackFacts:
+        return StackFacts(
+            name=self.stack.name,
+            collection=self.collection,
+            tables=tuple(stacked.table.name for stacked in self.stack.tables),
+            rows=self.layout.cores_per_device * self.stack.rows_per_core,
+            dim=self.stack.dim,
+            samples=self.samples,
+            slots_per_device=self.layout.cores_per_device
+            * self.capacity.slots_per_core(self.layout.num_cores),
+            max_ids=self.capacity.max_ids,
+            max_unique_ids=self.capacity.max_unique_ids,
+            rule=self.optimizer.rule.name if self.optimizer else None,
+        )
+
+    @property
+    def limits(self) -> lowering.Limits:
+        return lowering.Limits(
+            max_ids=self.capacity.max_ids, max_unique_ids=self.capacity.max_unique_ids
+        )
+
+
+@dataclass(slots=True, kw_only=True)
+class _Assembly:
+    """Puts lookups, the traced graphs, collectives and updates together into one function."""
+
+    stacks: Sequence[_StackPlan]
+    traced: Traced
+    dense_optimizer: OptimizerSpec
+    num_devices: int
+    cores_per_device: int
+    mode: Mode
+    _arguments: dict[str, tuple[Argument, Any]] = dataclasses.field(default_factory=dict)
+    _values: dict[str, Any] = dataclasses.field(default_factory=dict)
+
+    def build(self) -> Program:
+        texts = adapter.to_stablehlo([self.traced.gradients, self.traced.update])
+        with adapter.mlir() as mlir:
+            parts = [mlir.ir.Module.parse(text) for text in texts]
+            gradients, update = map(lowering.public_function, parts)
+            self._declare(mlir, gradients)
+            module = mlir.ir.Module.parse(
+                f"module @step attributes {{mhlo.num_replicas = {self.num_devices} : i32, "
+                "mhlo.num_partitions = 1 : i32} {}"
+            )
+            types = [type_ for _, type_ in self._arguments.values()]
+            with mlir.ir.InsertionPoint(module.body):
+                main = mlir.func.FuncOp("main", (types, []))
+                block = main.add_entry_block()
+            self._values = dict(zip(self._arguments, block.arguments, strict=True))
+            with mlir.ir.InsertionPoint(block):
+                results = self._step(mlir, module, gradients, update)
+                mlir.func.ReturnOp(list(results.values()))
+            main.attributes["function_type"] = mlir.ir.TypeAttr.get(
+                mlir.ir.FunctionType.get(types, [value.type for value in results.values()])
+            )
+            arguments = [argument for argument, _ in self._arguments.values()]
+            position = {argument.name: index for index, argument in enumerate(arguments)}
+            facts = tuple(
+                Result(
+                    name=name,
+                    kind=_result_kind(name, arguments, position),
+                    shape=tuple(value.type.shape),
+                    dtype=_dtype(mlir, value.type),
+                    aliases=position.get(name),
+                )
+                for name, value in results.items()
+            )
+            names = list(results)
+            main.arg_attrs = mlir.ir.ArrayAttr.get(
+                [
+                    mlir.ir.DictAttr.get(
+                        {"tf.aliasing_output": _int32(mlir, names.index(argument.name))}
+                        if argument.donated
+                        else {}
+                    )
+                    for argument in arguments
+                ]
+            )
+            if not module.operation.verify():
+                raise ProgramError("the assembled step is not valid StableHLO")
+            adapter.simplify(module)  # values of the module do not survive this
+            return Program(
+                text=str(module),
+                arguments=tuple(arguments),
+                results=facts,
+                stacks=tuple(plan.facts for plan in self.stacks),
+                num_devices=self.num_devices,
+                cores_per_device=self.cores_per_device,
+                mode=self.mode,
+                expected=self._expected(arguments),
+            )
+
+    @property
+    def _is_pipelined(self) -> bool:
+        return self.mode == "pipelined"
+
+    def _declare(self, mlir: Mlir, gradients: Any) -> None:
+        """All arguments, in the order that `Program.arguments` promises."""
+        f32, s32 = mlir.ir.F32Type.get(), mlir.ir.IntegerType.get_signless(32)
+
+        def add(
+            name: str,
+            kind: Kind,
+            type_: Any,
+            *,
+            donated: bool = False,
+            sharded: bool = False,
+        ) -> None:
+            argument = Argument(
+                name=name,
+                kind=kind,
+                shape=tuple(mlir.ir.RankedTensorType(type_).shape),
+                dtype=_dtype(mlir, type_),
+                donated=donated,
+                sharded=sharded,
+            )
+            self._arguments[name] = argument, type_
+
+        def tensor(shape: Iterable[int], element: Any = f32) -> Any:
+            return mlir.ir.RankedTensorType.get(list(shape), element)
+
+        for plan in self.stacks:
+            facts, is_trained = plan.facts, plan.optimizer is not None
+            shape = facts.rows, facts.dim
+            name = f"{plan.prefix}/table"
+            add(name, "table", tensor(shape), donated=is_trained, sharded=True)
+            if plan.optimizer:
+                for slot in plan.optimizer.rule.slots:
+                    name = f"{plan.prefix}/slot:{slot.name}"
+                    add(name, "slot", tensor(slot.shape(*shape)), donated=True, sharded=True)
+                for operand in plan.optimizer.rule.operands:
+                    add(f"{plan.prefix}/operand:{operand}", "operand", tensor(()))
+        for plan in self.stacks:
+            facts = plan.facts
+            pointers = self.cores_per_device * pointers_per_core(plan.layout.num_cores)
+            for role in ("buffer", "update_buffer") if self._is_pipelined else ("buffer",):
+                if role == "update_buffer" and not plan.optimizer:
+                    continue
+                slots = (facts.slots_per_device,)
+                for array, type_ in (
+                    ("row_pointers", tensor((pointers,), s32)),
+                    ("embedding_ids", tensor(slots, s32)),
+                    ("sample_ids", tensor(slots, s32)),
+                    ("gains", tensor(slots)),
+                ):
+                    add(f"{plan.prefix}/{role}:{array}", "buffer", type_, sharded=True)
+
+        traced = self.traced
+        types = list(gradients.type.inputs)
+        frozen_at = len(traced.trained)
+        inputs_at = frozen_at + len(traced.frozen)
+        lengths_at = inputs_at + len(traced.inputs)
+        for name, type_ in zip(traced.trained, types, strict=False):
+            add(f"dense/{name}", "dense", type_, donated=True)
+        for name, type_ in zip(traced.frozen, types[frozen_at:], strict=False):
+            add(f"dense/{name}", "dense", type_)
+        for name, dense_slots in traced.slots.items():
+            for slot_name, slot_shape in dense_slots:
+                type_ = tensor(slot_shape)
+                add(f"dense_slot/{slot_name}/{name}", "dense_slot", type_, donated=True)
+        for operand in self.dense_optimizer.rule.operands:
+            add(f"dense_operand/{operand}", "dense_operand", tensor(()))
+        if self._is_pipelined:
+            add(ACTIVE, "dense_operand", tensor(()))
+        for name, type_ in zip(traced.inputs, types[inputs_at:], strict=False):
+            add(f"input/{name}", "input", type_, sharded=True)
+        for name, type_ in zip(traced.lengths, types[lengths_at:], strict=False):
+            add(f"{name}/lengths".lstrip("/"), "input", type_, sharded=True)
+        if self._is_pipelined:
+            for plan in self.stacks:
+                type_ = tensor((plan.samples, plan.stack.dim))
+                for part in ("activations", "gradients")[: 2 if plan.optimizer else 1]:
+                    name = f"{plan.prefix}/carry:{part}"
+                    add(name, "carry", type_, donated=True, sharded=True)
+
+    def _step(self, mlir: Mlir, module: Any, gradients: Any, update: Any) -> dict[str, Any]:
+        """The body: name -> value of each result, in order."""
+        values, traced = self._values, self.traced
+        if self._is_pipelined:
+            tables = self._updates(
+                mlir,
+                module,
+                {p.prefix: values.get(f"{p.prefix}/carry:gradients") for p in self.stacks},
+                "update_buffer",
+            )
+            new_activations = self._lookups(mlir, values | tables)
+            activations = {p.prefix: values[f"{p.prefix}/carry:activations"] for p in self.stacks}
+        else:
+            activations = self._lookups(mlir, values)
+
+        rest = iter(
+            lowering.inline(
+                gradients,
+                [
+                    *(values[f"dense/{name}"] for name in (*traced.trained, *traced.frozen)),
+                    *(values[f"input/{name}"] for name in traced.inputs),
+                    *(values[f"{name}/lengths".lstrip("/")] for name in traced.lengths),
+                    *(activations[plan.prefix] for plan in self.stacks),
+                ],
+            )
+        )
+        loss = next(rest)
+        outputs = {name: next(rest) for name in traced.outputs}
+        dense_gradients = [next(rest) for _ in traced.trained]
+        of_activations = {plan.prefix: next(rest) for plan in self.stacks}
+        if self.num_devices > 1:
+            *dense_gradients, loss = lowering.all_reduce(
+                mlir, [*dense_gradients, loss], num_devices=self.num_devices
+            )
+            count = np.array(self.num_devices, np.float32)
+            loss = mlir.hlo.divide(loss, mlir.hlo.constant(mlir.ir.DenseElementsAttr.get(count)))
+        dense = self._dense_update(update, dense_gradients)
+        if not self._is_pipelined:
+            tables = self._updates(mlir, module, of_activations, "buffer")
+        results = tables | dense | {"loss": loss} | outputs
+        if self._is_pipelined:
+            for plan in self.stacks:
+                results[f"{plan.prefix}/carry:activations"] = new_activations[plan.prefix]
+                if plan.optimizer:
+                    results[f"{plan.prefix}/carry:gradients"] = of_activations[plan.prefix]
+        return results
+
+    def _buffers(self, plan: _StackPlan, role: str) -> lowering.Buffers:
+        names = ("row_pointers", "embedding_ids", "sample_ids", "gains")
+        return lowering.Buffers(
+            **{name: self._values[f"{plan.prefix}/{role}:{name}"] for name in names}
+        )
+
+    def _lookups(self, mlir: Mlir, values: Mapping[str, Any]) -> dict[str, Any]:
+        return {
+            plan.prefix: lowering.lookup(
+                mlir,
+                self._buffers(plan, "buffer"),
+                values[f"{plan.prefix}/table"],
+                samples=plan.samples,
+                limits=plan.limits,
+            )
+            for plan in self.stacks
+        }
+
+    def _updates(
+        self, mlir: Mlir, module: Any, gradients: Mapping[str, Any], role: str
+    ) -> dict[str, Any]:
+        """Name -> new value of all tables and slots."""
+        new: dict[str, Any] = {}
+        for index, plan in enumerate(self.stacks):
+            if not plan.optimizer:
+                continue
+            rule = plan.optimizer.rule
+            names = [f"{plan.prefix}/table"]
+            names += [f"{plan.prefix}/slot:{slot.name}" for slot in rule.slots]
+            table, *slots = (self._values[name] for name in names)
+            results = lowering.update(
+                mlir,
+                module,
+                self._buffers(plan, role),
+                gradients[plan.prefix],
+                table,
+                slots,
+                [self._values[f"{plan.prefix}/operand:{operand}"] for operand in rule.operands],
+                rule=rule,
+                limits=plan.limits,
+                name=f"{rule.name}_{index}",
+                logical_dim=plan.stack.tables[0].table.embedding_dim,
+            )
+            new |= dict(zip(names, results, strict=True))
+        return new
+
+    def _dense_update(self, update: Any, gradients: Sequence[Any]) -> dict[str, Any]:
+        """Name -> new value of all dense parameters and their slots."""
+        names = [f"dense/{name}" for name in self.traced.trained]
+        names += [
+            f"dense_slot/{slot}/{name}"
+            for name, slots in self.traced.slots.items()
+            for slot, _ in slots
+        ]
+        operands = [f"dense_operand/{name}" for name in self.dense_optimizer.rule.operands]
+        if self._is_pipelined:
+            operands.append(ACTIVE)
+        values = [self._values[name] for name in (*names, *operands)]
+        return dict(zip(names, lowering.inline(update, [*gradients, *values]), strict=True))
+
+    def _expected(self, arguments: Sequence[Argument]) -> Expected:
+        trained = [a for a in arguments if a.kind == "dense" and a.donated]
+        reduced = sum(a.num_bytes for a in trained) + ITEM_BYTES["f32"]  # and the loss
+        return Expected(
+            num_lookups=len(self.stacks),
+            num_updates=sum(plan.optimizer is not None for plan in self.stacks),
+            collectives=(("all_reduce", reduced),) if self.num_devices > 1 else (),
+            alias_bytes=sum(a.num_bytes for a in arguments if a.donated),
+        )
+
+
+def _result_kind(name: str, arguments: Sequence[Argument], position: Mapping[str, int]) -> Kind:
+    if name in position:
+        return arguments[position[name]].kind
+    return "loss" if name == "loss" else "output"
+
+
+def _dtype(mlir: Mlir, type_: Any) -> str:
+    """XLA's word for the element type of a tensor."""
+    element = str(mlir.ir.RankedTensorType(type_).element_type)
+    return {"i1": "pred"}.get(element) or (
+        f"s{element[1:]}" if element[0] == "i" else element
+    ).replace("ui", "u")
+
+
+def _int32(mlir: Mlir, value: int) -> Any:
+    return mlir.ir.IntegerAttr.get(mlir.ir.IntegerType.get_signless(32), value)
 
 
 def _plain(value: Any) -> Any:
