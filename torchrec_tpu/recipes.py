@@ -193,7 +193,7 @@ def dlrm_v2_ml_100k() -> Recipe:
             SparseFeature(key="occupation", num_embeddings=21),
             SparseFeature(key="genres", num_embeddings=19, pooling="mean"),
         ),
-        num_dense=10,
+        num_dense=9,
         embedding_dim=16,
         dense_arch=(64, 16),
         over_arch=(64, 1),

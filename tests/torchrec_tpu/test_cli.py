@@ -13,7 +13,6 @@ from torchrec_tpu import doctor
 from torchrec_tpu.cli import COMMANDS, main
 from torchrec_tpu.doctor import Diagnosis, Finding, diagnose, to_json, to_text
 
-
 BLOCK = """
 import sys
 class Block:

@@ -500,7 +500,7 @@ def test_ml_100k_counts_leave_the_rating_itself_out(tmp_path: Path) -> None:
     users = train.bags["user"].values
     others = np.log1p([np.count_nonzero(users == user) - 1 for user in users])
     expected = (others - others.mean()) / others.std()
-    np.testing.assert_allclose(train.dense_ND[:, 8], expected, rtol=1e-6)
+    np.testing.assert_allclose(train.dense_ND[:, 7], expected, rtol=1e-6)
 
 
 @pytest.mark.parametrize(

@@ -75,7 +75,7 @@ def ml_100k(
 
     Sparse features (rows): user (944), item (1683), age (decade, 8), gender (2), occupation (21),
     and genres (19), a bag of one or more ids meant for MEAN pooling. Dense features, standardized
-    with the mean and deviation of the train split: age, release year, time, hour (sine, cosine) and
+    with the mean and deviation of the train split: age, release year, hour (sine, cosine) and
     weekday (sine, cosine) of the rating, number of genres, and log(1 + other train ratings) of the
     user and of the item. A rating's own row is left out of its counts, and no label enters a
     feature.
@@ -252,7 +252,7 @@ def _bags(ratings: _Ratings) -> dict[str, Bags]:
 
 
 def _dense(ratings: _Ratings, train_rows: IntArray) -> FloatArray:
-    """(N, 10) float32, standardized on the train split."""
+    """(N, 9) float32, standardized on the train split."""
     in_train_N = np.zeros(len(ratings.user_N), np.int64)
     in_train_N[train_rows] = 1
 
@@ -270,7 +270,6 @@ def _dense(ratings: _Ratings, train_rows: IntArray) -> FloatArray:
         (
             _lookup(ratings.age, ratings.user_N).astype(np.float64),
             _lookup(years, ratings.item_N),
-            ratings.timestamp_N,
             np.sin(hour_angle_N),
             np.cos(hour_angle_N),
             np.sin(week_angle_N),
