@@ -420,6 +420,8 @@ def _cpp_function(
         if value.op == "const":
             names[value] = f"V({value.name}f)" if is_template else f"{value.name}f"
             continue
+        if value.op not in _CPP:
+            raise TypeError(f"{head}() needs {value.name!r}, which is not known before the mean is")
         names[value] = f"t{len(body)}"
         expression = _CPP[value.op].format(*(names[arg] for arg in value.args))
         if not is_template:

@@ -126,6 +126,13 @@ def test_rows_do_not_see_each_other_and_arguments_stay(rule):
             ),
             "no mean that would drive it",
         ),
+        (
+            make_rule(
+                lambda ops, g, w, n, lr: (w - g, n + ops.mean_row(g * n)),
+                slots=[Slot(name="n", width="scalar")],
+            ),
+            r"MeanTerm\(\) needs 'n', which is not known before the mean is",
+        ),
     ],
 )
 def test_a_rule_that_no_kernel_could_run_is_refused(rule, message):
