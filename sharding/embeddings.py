@@ -154,14 +154,7 @@ class _Collection(FusedOptimizerModule, nn.Module):
         )
 
     def _new_preprocessor(self) -> Preprocessor:
-        return Preprocessor(
-            self._layout,
-            batch_size=self._batch_size,
-            capacity=self._capacity,
-            num_threads=self._num_threads,
-            id_policy=self._id_policy,
-            is_weighted=self._is_weighted,
-        )
+        return self.preprocessor(self._layout, batch_size=self._batch_size, capacity=self._capacity)
 
     @property
     def layout(self) -> Layout:
@@ -202,7 +195,7 @@ class _Collection(FusedOptimizerModule, nn.Module):
             IdRangeError: an id is outside its table.
             BatchSizeError, CapacityError: the batch exceeds a static limit.
         """
-        return self._preprocessor(**self._arrays(features))
+        return self._preprocessor(**self.arrays(features))
 
     def measure(self, features: KeyedJaggedTensor) -> Stats:
         """What a KJT needs of the static limits; they are not enforced. See `calibrate`.
@@ -210,10 +203,34 @@ class _Collection(FusedOptimizerModule, nn.Module):
         Raises:
             KjtError, MissingKeyError, WeightsError, IdRangeError, BatchSizeError: as `preprocess`.
         """
-        return self._preprocessor.measure(**self._arrays(features))
+        return self._preprocessor.measure(**self.arrays(features))
 
-    def _arrays(self, features: KeyedJaggedTensor) -> dict[str, Any]:
-        """The KJT as the preprocessor's arguments, sharing its memory."""
+    def preprocessor(
+        self,
+        layout: Layout,
+        *,
+        batch_size: int | None = None,
+        capacity: Mapping[str, Capacity] | None = None,
+    ) -> Preprocessor:
+        """A preprocessor with this collection's settings for another layout of its tables.
+
+        Call it with `arrays(kjt)`. `batch_size` and `capacity` are static limits, as in `Options`.
+        """
+        return Preprocessor(
+            layout,
+            batch_size=batch_size,
+            capacity=capacity,
+            num_threads=self._num_threads,
+            id_policy=self._id_policy,
+            is_weighted=self._is_weighted,
+        )
+
+    def arrays(self, features: KeyedJaggedTensor) -> dict[str, Any]:
+        """The KJT as a preprocessor's arguments, sharing its memory.
+
+        Raises:
+            KjtError: arrays that contradict each other, or a variable batch size per key.
+        """
         if features.variable_stride_per_key() or features.inverse_indices_or_none() is not None:
             raise KjtError(
                 "the KJT has a variable batch size per key (stride_per_key_per_rank or "

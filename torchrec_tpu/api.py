@@ -189,9 +189,9 @@ def calibrate(
     collections = dict(collections_in(model))
     observations = {fqn: observe(module.layout) for fqn, module in collections.items()}
     for batch in batches:
-        for kjt in _kjts(batch):
+        for kjt in kjts_in(batch):
             for fqn, module in collections.items():
-                if _has_keys(kjt, module):
+                if has_keys(kjt, module):
                     seen = observe(module.layout, module.measure(kjt))
                     observations[fqn] = observations[fqn].merge(seen)
     if (world_size := _world_size()) > 1:
@@ -230,9 +230,9 @@ def _produce(
         started = time.perf_counter()
         for batch in loader:
             loaded = time.perf_counter()
-            for kjt in _kjts(batch):
+            for kjt in kjts_in(batch):
                 for collection in collections:
-                    if _has_keys(kjt, collection):
+                    if has_keys(kjt, collection):
                         # The model may repair this KJT before its lookup: only that may complain.
                         with contextlib.suppress(TorchrecTpuError):
                             collection.attach(kjt)
@@ -254,21 +254,23 @@ def _world_size() -> int:
     return 1
 
 
-def _kjts(batch: object) -> Iterator[KeyedJaggedTensor]:
+def kjts_in(batch: object) -> Iterator[KeyedJaggedTensor]:
+    """Every KJT in a batch: itself one, or a container of some."""
     if isinstance(batch, KeyedJaggedTensor):
         yield batch
     elif isinstance(batch, Mapping):
         for value in batch.values():
-            yield from _kjts(value)
+            yield from kjts_in(value)
     elif isinstance(batch, tuple | list):
         for value in batch:
-            yield from _kjts(value)
+            yield from kjts_in(value)
     elif dataclasses.is_dataclass(batch):
         for field in dataclasses.fields(batch):
-            yield from _kjts(getattr(batch, field.name))
+            yield from kjts_in(getattr(batch, field.name))
     elif isinstance(batch, Pipelineable):
-        yield from _kjts(vars(batch))
+        yield from kjts_in(vars(batch))
 
 
-def _has_keys(kjt: KeyedJaggedTensor, collection: SparseCoreCollection) -> bool:
+def has_keys(kjt: KeyedJaggedTensor, collection: SparseCoreCollection) -> bool:
+    """Whether a KJT has every feature that a collection looks up."""
     return {feature.key for feature in collection.layout.features} <= set(kjt.keys())

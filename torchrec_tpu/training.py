@@ -156,8 +156,11 @@ def open_data(options: Options) -> tuple[BatchStream, BatchStream]:
     return read(options.path, split="train"), read(options.path, split="test", shuffle=False)
 
 
-def build_model(recipe: Recipe) -> DLRMTrain:
-    """The recipe's DLRM v2 in plain TorchRec, initialized from the recipe's seed."""
+def build_model(recipe: Recipe, *, device: torch.device | None = None) -> DLRMTrain:
+    """The recipe's DLRM v2 in plain TorchRec, initialized from the recipe's seed.
+
+    On "meta" it has shapes only, whatever its size.
+    """
     torch.manual_seed(recipe.seed)
     init = None if recipe.init_std is None else partial(nn.init.normal_, std=recipe.init_std)
     tables = [
@@ -173,12 +176,13 @@ def build_model(recipe: Recipe) -> DLRMTrain:
     ]
     return DLRMTrain(
         DLRM_DCN(
-            EmbeddingBagCollection(tables=tables),
+            EmbeddingBagCollection(tables=tables, device=device),
             dense_in_features=recipe.num_dense,
             dense_arch_layer_sizes=list(recipe.dense_arch),
             over_arch_layer_sizes=list(recipe.over_arch),
             dcn_num_layers=recipe.dcn_layers,
             dcn_low_rank_dim=recipe.dcn_rank,
+            dense_device=device,
         )
     )
 

@@ -2,5 +2,6 @@
 
 `program` traces a model into a `Program`, `lowering` writes the SparseCore calls in it, `pipeline`
 drives a program over batches. `compile` has libtpu compile a program for a slice (`topology`) that
-need not exist, `hlo` reads what came out. Only `adapter` knows private names of torch_tpu, jax and jaxlib.
+need not exist, `hlo` reads what came out. Only `adapter` knows private names of torch_tpu, jax and
+jaxlib.
 """
