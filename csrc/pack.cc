@@ -27,46 +27,81 @@ CoreBuffers BuffersOf(const PartitionState& state, const StackBuffers& stack, st
           stack.embedding_ids + first, stack.sample_ids + first, stack.gains + first};
 }
 
+// What SortWide left.
+void PackWide(const PartitionItem& item, const std::uint64_t* run, const std::uint32_t* ends,
+              const std::int32_t* slots, const float* gains, const TableLayout& table,
+              std::int64_t num_cores, const CoreBuffers& out) {
+  std::int64_t i = 0;
+  for (std::int64_t p = 0; p < num_cores; ++p) {
+    std::int64_t slot = slots[p] - 1;
+    for (const std::int64_t begin = i; i < ends[p]; ++i) {
+      const std::uint32_t sample = static_cast<std::uint32_t>(run[i]);
+      const float gain = item.gains == GainKind::kOnes        ? 1
+                         : item.gains == GainKind::kPerSample ? gains[sample]
+                                                              : gains[i];
+      if (i > begin && run[i] == run[i - 1]) {
+        out.gains[slot] += gain;
+        continue;
+      }
+      ++slot;
+      out.embedding_ids[slot] =
+          static_cast<std::int32_t>(run[i] >> 32) + static_cast<std::int32_t>(table.row_offset);
+      out.sample_ids[slot] = static_cast<std::int32_t>(sample + item.first_sample);
+      out.gains[slot] = gain;
+    }
+  }
+}
+
 void PackItem(const PartitionState& state, std::int64_t item_index,
               std::span<const StackBuffers> stacks) {
   const PartitionItem& item = state.items[static_cast<std::size_t>(item_index)];
   const std::int64_t num_local = state.layout.num_local_cores, num_cores = state.layout.num_cores;
   const std::int64_t t = item_index / num_local;
   const TableLayout& table = state.layout.tables[static_cast<std::size_t>(t)];
+  const KeyMap& map = state.key_maps[static_cast<std::size_t>(t)];
   const CoreBuffers out =
       BuffersOf(state, stacks[static_cast<std::size_t>(table.stack)], item_index % num_local);
-  const std::uint64_t* run = state.runs.data() + item.begin;
-  const KeyMap& map = state.key_maps[static_cast<std::size_t>(t)];
-  const std::uint32_t row_mask =
-      item.is_wide ? ~0u : static_cast<std::uint32_t>((std::uint64_t{1} << map.row_bits) - 1);
-  const std::uint32_t row_offset = static_cast<std::uint32_t>(table.row_offset);
+  const std::uint32_t* ends = state.ends.data() + item.ends_begin;
+  const std::int32_t* slots = state.slots.data() + item_index * num_cores;
+  const std::int32_t* ids = state.ids.data() + item_index * num_cores;
+  const float* gains = state.gains.data() + item.gains_begin;
+  if (item.is_wide) {
+    return PackWide(item, state.wide_runs.data() + item.begin, ends, slots, gains, table, num_cores,
+                    out);
+  }
+  const std::uint32_t* words = state.words.data() + item.begin;
+  const std::int32_t partition_shift = item.plan.bucket_bits - map.core_bits;
   std::int64_t begin = 0;
   for (std::int64_t p = 0; p < num_cores; ++p) {
-    const std::int64_t i = item_index * num_cores + p;
-    const std::int64_t size = state.run_ends.data()[i] - begin;
-    if (size > 0) {
-      const std::int64_t slot = state.slots.data()[i], num_distinct = state.ids.data()[i];
-      std::int32_t* row_ids = out.embedding_ids + slot;
-      std::int32_t* samples = out.sample_ids + slot;
-      float* gains = out.gains + slot;
+    std::int64_t slot = slots[p];
+    const std::int64_t last_slot = slot + ids[p];
+    for (std::int64_t b = p << partition_shift; b < (p + 1) << partition_shift; ++b) {
+      const std::int64_t n = ends[b] - begin;
+      if (n == 0) continue;
+      const std::uint64_t rest_mask = (std::uint64_t{1} << partition_shift) - 1;
+      const Slots target = {
+          .row_ids = out.embedding_ids + slot,
+          .samples = out.sample_ids + slot,
+          .gains = out.gains + slot,
+          .room = last_slot - slot,
+          .first_row = static_cast<std::uint32_t>(
+              ((static_cast<std::uint64_t>(b) & rest_mask) << item.plan.rest_bits) +
+              static_cast<std::uint64_t>(table.row_offset)),
+          .first_sample = item.first_sample,
+          .low_bits = item.plan.low_bits};
       switch (item.gains) {
         case GainKind::kOnes:
-          state.kernels.write_ones(run + begin, size, row_mask, row_offset, num_distinct, row_ids,
-                                   samples, gains);
+          slot += state.kernels.write_ones(words + begin, n, target);
           break;
         case GainKind::kPerSample:
-          state.kernels.write_per_sample(run + begin, size, row_mask, row_offset, num_distinct,
-                                         state.sample_gains.data() + item.gains_begin,
-                                         item.first_sample, row_ids, samples, gains);
+          slot += state.kernels.write_per_sample(words + begin, n, target, gains);
           break;
         case GainKind::kPerId:
-          state.kernels.write_per_id(run + begin, size, row_mask, row_offset, num_distinct,
-                                     state.run_gains.data() + item.begin + begin, row_ids, samples,
-                                     gains);
+          slot += state.kernels.write_per_id(words + begin, n, target, gains + begin);
           break;
       }
+      begin += n;
     }
-    begin += size;
   }
 }
 

@@ -58,8 +58,8 @@ float Divisor(Combiner combiner, const float* weights, std::int64_t size) {
   }
 }
 
-// Appends one value per id: bits of its gain << 32 | sample.
-void AddOccurrences(const Slice& slice, std::uint64_t* occurrences) {
+// Appends one value per id: bits of its gain << 32 | sample, counted from `first_sample`.
+void AddOccurrences(const Slice& slice, std::uint32_t first_sample, std::uint64_t* occurrences) {
   const auto pack = [](float gain, std::int64_t sample) {
     return static_cast<std::uint64_t>(std::bit_cast<std::uint32_t>(gain)) << 32 |
            static_cast<std::uint32_t>(sample);
@@ -67,7 +67,7 @@ void AddOccurrences(const Slice& slice, std::uint64_t* occurrences) {
   for (std::int64_t s = 0; s < slice.num_samples; ++s) {
     const std::int64_t begin = slice.starts == nullptr ? s : slice.starts[s];
     const std::int64_t size = slice.starts == nullptr ? 1 : slice.starts[s + 1] - begin;
-    const std::int64_t sample = slice.first_sample + s;
+    const std::int64_t sample = slice.first_sample - first_sample + s;
     if (slice.weights == nullptr) {
       for (std::int64_t i = 0; i < size; ++i) *occurrences++ = pack(1, sample);
       continue;
@@ -133,35 +133,30 @@ std::int32_t BitsOf(std::int64_t value) {
   return static_cast<std::int32_t>(std::bit_width(static_cast<std::uint64_t>(value)));
 }
 
-// How to sort an item in buckets, if it can be.
+// How to sort an item in buckets. More than kMaxBucketBits: it cannot be.
 SortPlan PlanOf(const PartitionItem& item, const KeyMap& map, std::int64_t bucket_size) {
   const std::int32_t key_bits = map.core_bits + map.row_bits;
-  const bool is_per_id = item.gains == GainKind::kPerId;
-  const std::int32_t low_bits =
-      BitsOf(std::max<std::int64_t>((is_per_id ? item.size : item.num_samples) - 1, 0));
-  // Less than eight buckets are not worth it: each entry would wait for the one before to be
-  // counted.
-  const std::int32_t buckets = BitsOf(item.size / bucket_size);
-  const std::int32_t wanted = buckets < 3 ? 0 : std::min(buckets, kMaxBucketBits);
-  const std::int32_t needed = key_bits + low_bits - 32;
+  // Indices are replaced by samples, so both have to fit.
+  const std::int64_t num_low =
+      item.gains == GainKind::kPerId ? std::max(item.size, item.num_samples) : item.num_samples;
   SortPlan plan{};
-  // With few key bits the buckets are the sort.
-  plan.bucket_bits = key_bits <= 9 ? key_bits : std::min(std::max({wanted, needed, 0}), key_bits);
+  plan.low_bits = BitsOf(std::max<std::int64_t>(num_low - 1, 0));
+  const std::int32_t needed = std::max(map.core_bits, key_bits + plan.low_bits - 32);
+  // Less than eight buckets are not worth it: each id would wait for the one before to be counted.
+  std::int32_t wanted = std::min(BitsOf(item.size / bucket_size), kMaxBucketBits);
+  if (wanted < 3) wanted = 0;
+  // With few bits, and ids enough to pay for the counters, the buckets are the sort.
+  if (key_bits <= std::min(9, BitsOf(item.size))) wanted = key_bits;
+  plan.bucket_bits = std::min(std::max(wanted, needed), key_bits);
   plan.rest_bits = key_bits - plan.bucket_bits;
-  plan.low_bits = low_bits;
   // A digit costs its histogram's size in every bucket.
-  const std::int64_t mean_size = item.size >> plan.bucket_bits;
+  const std::int64_t mean_size = item.size >> std::min(plan.bucket_bits, 31);
   const std::int32_t widest = std::clamp(BitsOf(mean_size) - 1, 6, kMaxDigitBits);
   plan.num_digits = std::min((plan.rest_bits + widest - 1) / widest, kMaxDigits);
   if (plan.num_digits > 0) {
     plan.digit_bits = (plan.rest_bits + plan.num_digits - 1) / plan.num_digits;
   }
   return plan;
-}
-
-// Whether an item has to be sorted by SortWide.
-bool IsWide(const PartitionItem& item, const KeyMap& map, std::int64_t bucket_size) {
-  return !map.is_narrow || PlanOf(item, map, bucket_size).bucket_bits > kMaxBucketBits;
 }
 
 // Keys of ids [first, first + n); see PartitionKernels.
@@ -180,10 +175,10 @@ struct ItemContext {
   const KeyMap& map;
   PartitionItem& item;
   PartitionScratch& scratch;
-  std::uint64_t* run;        // out (size)
-  float* run_gains;          // out (size); kPerId
-  float* sample_gains;       // out; kPerSample
-  std::int32_t* run_ends;    // out (P)
+  std::uint32_t* words;      // out (size)
+  std::uint64_t* wide_run;   // out (size), is_wide
+  std::uint32_t* ends;       // out (2^bucket_bits, or P)
+  float* gains;              // out (num_samples) kPerSample, (size) kPerId
   std::int32_t* ids;         // out (P)
   std::int32_t* unique_ids;  // out (P)
 };
@@ -214,73 +209,54 @@ void ForEachBlock(std::span<const Slice> slices, std::uint32_t first_sample, Bod
   }
 }
 
-// Sorts through buckets. Returns false when an id is outside the table.
-bool SortInBuckets(ItemContext& c, const SortPlan& plan, std::span<const Slice> slices) {
+// Sorts through buckets and counts the partitions. Returns false when an id is outside the table.
+bool SortInBuckets(ItemContext& c, std::span<const Slice> slices) {
   const PartitionKernels& kernels = c.kernels;
+  const SortPlan& plan = c.item.plan;
   const std::int64_t num_buckets = std::int64_t{1} << plan.bucket_bits;
-  std::uint32_t* const starts = c.scratch.bucket_starts;
-  std::uint32_t* const keys = reinterpret_cast<std::uint32_t*>(c.run);  // until the run is written
-  std::memset(starts, 0, sizeof(*starts) * 2 * static_cast<std::size_t>(num_buckets));
+  std::uint32_t* const counts = c.scratch.bucket_counts;
+  std::uint32_t* const keys = c.scratch.keys.data();
+  std::memset(counts, 0, sizeof(*counts) * 2 * static_cast<std::size_t>(num_buckets));
   bool is_outside = false;
   ForEachBlock(
       slices, c.item.first_sample,
       [&](const Slice& slice, SampleCursor&, std::int64_t first, std::int64_t n, std::int64_t at) {
-        is_outside |= MakeKeys(kernels, slice.ids, first, n, c.map, plan, keys + at, starts);
+        is_outside |= MakeKeys(kernels, slice.ids, first, n, c.map, plan, keys + at, counts);
       });
   if (is_outside) return false;
   std::uint32_t sum = 0;
   for (std::int64_t b = 0; b < num_buckets; ++b) {
-    const std::uint32_t count = starts[b] + starts[num_buckets + b];
-    starts[b] = sum;
-    sum += count;
+    c.ends[b] = sum;  // starts, until the buckets are filled
+    sum += counts[b] + counts[num_buckets + b];
   }
-  std::uint32_t* const buckets = c.scratch.buckets.data();
   ForEachBlock(
       slices, c.item.first_sample,
       [&](const Slice&, SampleCursor& cursor, std::int64_t, std::int64_t n, std::int64_t at) {
         NextLow(c.item.gains, cursor, at, n, c.scratch.low);
-        kernels.fill_buckets(keys + at, c.scratch.low, n, plan, starts, buckets);
+        kernels.fill_buckets(keys + at, c.scratch.low, n, plan, c.ends, c.words);
       });
+  const std::int32_t partition_shift = plan.bucket_bits - c.map.core_bits;
   std::int64_t begin = 0;
-  for (std::int64_t b = 0; b < num_buckets; ++b) {  // starts have become ends
-    const std::int64_t n = starts[b] - begin;
+  for (std::int64_t b = 0; b < num_buckets; ++b) {
+    const std::int64_t n = c.ends[b] - begin;
     if (n == 0) continue;
-    const std::uint32_t* sorted = buckets + begin;
-    if (n > 1 && plan.num_digits > 0) {
-      sorted = kernels.sort_bucket(buckets + begin, n, plan, c.scratch.histogram,
-                                   c.scratch.other.data());
+    std::uint32_t* const bucket = c.words + begin;
+    if (n > 1 && plan.rest_bits > 0) {
+      kernels.sort_bucket(bucket, n, plan, c.scratch.histogram, c.scratch.other.data());
     }
     if (c.item.gains == GainKind::kPerId) {
-      kernels.emit_with_gains(sorted, n, plan, static_cast<std::uint32_t>(b),
-                              c.scratch.occurrences.data(), c.run + begin, c.run_gains + begin);
-    } else {
-      kernels.emit(sorted, n, plan, static_cast<std::uint32_t>(b), c.item.first_sample,
-                   c.run + begin);
+      kernels.resolve_bucket(bucket, n, plan.low_bits, c.scratch.occurrences.data(),
+                             c.gains + begin);
     }
+    const std::int64_t partition = b >> partition_shift;
+    kernels.count_bucket(bucket, n, plan.low_bits, c.ids + partition, c.unique_ids + partition);
     begin += n;
   }
   return true;
 }
 
-// Ends of the partitions in a sorted run with 32-bit keys.
-void FindRunEnds(const ItemContext& c, std::int32_t num_cores) {
-  const std::int64_t size = c.item.size;
-  std::int64_t end = 0;
-  for (std::int64_t p = 0; p + 1 < num_cores; ++p) {
-    const std::uint64_t limit = static_cast<std::uint64_t>(p + 1) << (32 + c.map.row_bits);
-    std::int64_t step = 16, low = end;
-    while (low + step < size && c.run[low + step] < limit) {
-      low += step;
-      step *= 2;
-    }
-    end = std::lower_bound(c.run + low, c.run + std::min(low + step, size), limit) - c.run;
-    c.run_ends[p] = static_cast<std::int32_t>(end);
-  }
-  c.run_ends[num_cores - 1] = static_cast<std::int32_t>(size);
-}
-
-// Sorts what does not fit buckets: keys of more than 32 bits, or very many occurrences. Fills the
-// run, its keys being rows only, and run_ends. Returns false when an id is outside the table.
+// As SortInBuckets for what does not fit buckets: keys of more than 32 bits, or very many
+// occurrences. Returns false when an id is outside the table.
 bool SortWide(ItemContext& c, std::span<const Slice> slices) {
   constexpr std::int32_t kDigitBits = 11;
   constexpr std::uint64_t kSize = std::uint64_t{1} << kDigitBits;
@@ -317,44 +293,38 @@ bool SortWide(ItemContext& c, std::span<const Slice> slices) {
   sort_by(32, c.map.core_bits);
   std::uint64_t p = 0;
   for (std::int64_t i = 0; i < size; ++i) {
-    for (; p < from[i].key >> 32; ++p) c.run_ends[p] = static_cast<std::int32_t>(i);
+    for (; p < from[i].key >> 32; ++p) c.ends[p] = static_cast<std::uint32_t>(i);
+    std::uint32_t sample = from[i].low;
     if (c.item.gains == GainKind::kPerId) {
       const std::uint64_t occurrence = c.scratch.occurrences.data()[from[i].low];
-      c.run[i] = from[i].key << 32 | static_cast<std::uint32_t>(occurrence);
-      c.run_gains[i] = std::bit_cast<float>(static_cast<std::uint32_t>(occurrence >> 32));
-    } else {
-      c.run[i] = from[i].key << 32 | (from[i].low + c.item.first_sample);
+      c.gains[i] = std::bit_cast<float>(static_cast<std::uint32_t>(occurrence >> 32));
+      sample = static_cast<std::uint32_t>(occurrence);
     }
+    c.wide_run[i] = from[i].key << 32 | sample;
+    const bool is_first = i == 0 || from[i].key != from[i - 1].key;
+    c.ids[p] += is_first || c.wide_run[i] != c.wide_run[i - 1];
+    c.unique_ids[p] += is_first;
   }
-  for (; p < c.map.num_cores; ++p) c.run_ends[p] = static_cast<std::int32_t>(size);
+  for (; p < c.map.num_cores; ++p) c.ends[p] = static_cast<std::uint32_t>(size);
   return true;
 }
 
 // Sorts one item and counts its partitions. Returns false when an id was outside the table.
-bool SortItem(ItemContext& c, std::int32_t num_cores, std::span<const Slice> slices) {
+bool SortItem(ItemContext& c, std::span<const Slice> slices) {
+  std::fill_n(c.ids, c.map.num_cores, 0);
+  std::fill_n(c.unique_ids, c.map.num_cores, 0);
   if (c.item.gains == GainKind::kPerId) {
     std::uint64_t* occurrences = c.scratch.occurrences.data();
     for (const Slice& slice : slices) {
-      AddOccurrences(slice, occurrences);
+      AddOccurrences(slice, c.item.first_sample, occurrences);
       occurrences += slice.num_ids;
     }
   } else if (c.item.gains == GainKind::kPerSample) {
     for (const Slice& slice : slices) {
-      AddSampleGains(slice, c.sample_gains + (slice.first_sample - c.item.first_sample));
+      AddSampleGains(slice, c.gains + (slice.first_sample - c.item.first_sample));
     }
   }
-  if (c.item.is_wide) {
-    if (!SortWide(c, slices)) return false;
-  } else {
-    if (!SortInBuckets(c, PlanOf(c.item, c.map, c.kernels.bucket_size), slices)) return false;
-    FindRunEnds(c, num_cores);
-  }
-  std::int64_t begin = 0;
-  for (std::int64_t p = 0; p < num_cores; ++p) {
-    c.kernels.count_distinct(c.run + begin, c.run_ends[p] - begin, c.ids + p, c.unique_ids + p);
-    begin = c.run_ends[p];
-  }
-  return true;
+  return c.item.is_wide ? SortWide(c, slices) : SortInBuckets(c, slices);
 }
 
 // Copies a slice without its invalid ids (kDrop) or with row 0 in their place (kClamp); returns the
@@ -426,9 +396,10 @@ PartitionProblem PlanBatch(PartitionState& state, const KjtView& kjt,
   const std::int64_t num_local = layout.num_local_cores;
   std::vector<std::int64_t>& samples_of_stack = state.samples_of_stack;
   std::fill(samples_of_stack.begin(), samples_of_stack.end(), 0);
-  std::int64_t begin = 0, gains_begin = 0;
+  std::int64_t begin = 0, wide_begin = 0, ends_begin = 0, gains_begin = 0;
   for (std::int64_t t = 0; t < layout.num_tables(); ++t) {
     const TableLayout& table = layout.tables[static_cast<std::size_t>(t)];
+    const KeyMap& map = state.key_maps[static_cast<std::size_t>(t)];
     std::int64_t& stack_samples = samples_of_stack[static_cast<std::size_t>(table.stack)];
     const std::int64_t first_sample = stack_samples;
     GainKind gains = GainKind::kOnes;
@@ -455,14 +426,7 @@ PartitionProblem PlanBatch(PartitionState& state, const KjtView& kjt,
     }
     for (std::int64_t core = 0; core < num_local; ++core) {
       PartitionItem& item = state.items[static_cast<std::size_t>(t * num_local + core)];
-      item = {.begin = begin,
-              .size = 0,
-              .gains_begin = gains_begin,
-              .first_sample = static_cast<std::uint32_t>(first_sample),
-              .num_samples = stack_samples - first_sample,
-              .gains = gains,
-              .is_wide = false,
-              .has_invalid = false};
+      item = {};
       for (std::int64_t f = table.first_feature; f < table.first_feature + table.num_features;
            ++f) {
         item.size += SliceOf(state, kjt, f, core).num_ids;
@@ -470,15 +434,25 @@ PartitionProblem PlanBatch(PartitionState& state, const KjtView& kjt,
       if (item.size > kInt32Max) {
         return {PartitionProblem::kTooLarge, table.stack, -1, -1, item.size};
       }
-      item.is_wide =
-          IsWide(item, state.key_maps[static_cast<std::size_t>(t)], state.kernels.bucket_size);
-      begin += item.size;
-      if (gains == GainKind::kPerSample) gains_begin += stack_samples - first_sample;
+      item.num_samples = stack_samples - first_sample;
+      item.first_sample = static_cast<std::uint32_t>(first_sample);
+      item.gains = gains;
+      item.plan = PlanOf(item, map, state.kernels.bucket_size);
+      item.is_wide = !map.is_narrow || item.plan.bucket_bits > kMaxBucketBits;
+      std::int64_t& begin_of_kind = item.is_wide ? wide_begin : begin;
+      item.begin = begin_of_kind;
+      begin_of_kind += item.size;
+      item.ends_begin = ends_begin;
+      ends_begin += item.is_wide ? layout.num_cores : std::int64_t{1} << item.plan.bucket_bits;
+      item.gains_begin = gains_begin;
+      if (gains == GainKind::kPerSample) gains_begin += item.num_samples;
+      if (gains == GainKind::kPerId) gains_begin += item.size;
     }
   }
-  state.runs.Reserve(static_cast<std::size_t>(begin));
-  if (kjt.weights != nullptr) state.run_gains.Reserve(static_cast<std::size_t>(begin));
-  state.sample_gains.Reserve(static_cast<std::size_t>(gains_begin));
+  state.words.Reserve(static_cast<std::size_t>(begin));
+  state.wide_runs.Reserve(static_cast<std::size_t>(wide_begin));
+  state.ends.Reserve(static_cast<std::size_t>(ends_begin));
+  state.gains.Reserve(static_cast<std::size_t>(gains_begin));
 
   std::iota(state.order.begin(), state.order.end(), 0);
   if (state.pool.num_threads() > 1) {
@@ -495,7 +469,7 @@ PartitionProblem PlanBatch(PartitionState& state, const KjtView& kjt,
     if (item.gains == GainKind::kPerId) most_occurrences = std::max(most_occurrences, item.size);
   }
   for (PartitionScratch& scratch : state.scratch) {
-    scratch.buckets.Reserve(static_cast<std::size_t>(largest));
+    scratch.keys.Reserve(static_cast<std::size_t>(largest));
     scratch.other.Reserve(static_cast<std::size_t>(2 * largest + kSpill));
     scratch.wide.Reserve(static_cast<std::size_t>(largest_wide));
     scratch.wide_other.Reserve(static_cast<std::size_t>(largest_wide));
@@ -511,10 +485,10 @@ ItemContext ContextOf(PartitionState& state, std::int64_t i, int thread) {
           .map = state.key_maps[static_cast<std::size_t>(i / state.layout.num_local_cores)],
           .item = item,
           .scratch = state.scratch[static_cast<std::size_t>(thread)],
-          .run = state.runs.data() + item.begin,
-          .run_gains = state.run_gains.data() + item.begin,
-          .sample_gains = state.sample_gains.data() + item.gains_begin,
-          .run_ends = state.run_ends.data() + row,
+          .words = state.words.data() + item.begin,
+          .wide_run = state.wide_runs.data() + item.begin,
+          .ends = state.ends.data() + item.ends_begin,
+          .gains = state.gains.data() + item.gains_begin,
           .ids = state.ids.data() + row,
           .unique_ids = state.unique_ids.data() + row};
 }
@@ -538,7 +512,7 @@ bool SortItems(PartitionState& state, const KjtView& kjt) {
     const std::int64_t i = state.order[static_cast<std::size_t>(rank)];
     ItemContext context = ContextOf(state, i, thread);
     const std::span<const Slice> slices = SlicesOf(state, kjt, i, context.scratch);
-    context.item.has_invalid = !SortItem(context, state.layout.num_cores, slices);
+    context.item.has_invalid = !SortItem(context, slices);
   });
   return std::any_of(state.items.begin(), state.items.end(),
                      [](const PartitionItem& item) { return item.has_invalid; });
@@ -583,7 +557,7 @@ void SortSanitizedItems(PartitionState& state, const KjtView& kjt, IdPolicy poli
       num_invalid += num_local;
       context.item.size += slice.num_ids;
     }
-    SortItem(context, state.layout.num_cores, slices);
+    SortItem(context, slices);
   });
 }
 
@@ -636,7 +610,6 @@ PartitionState::PartitionState(Layout layout_in, ThreadPool& pool_in,
   samples_of_stack.resize(num_stacks);
   num_slots.resize(num_stacks * num_local);
   stack_ids.resize(num_stacks * num_local * num_cores);
-  run_ends.Reserve(num_items * num_cores);
   ids.Reserve(num_items * num_cores);
   unique_ids.Reserve(num_items * num_cores);
   slots.Reserve(num_items * num_cores);

@@ -267,9 +267,7 @@ void QuickSort(u32* data, std::int64_t n, const SortPlan& plan, u32* histogram, 
                int depth) {
   while (n > kNetworkSize) {
     if (depth-- == 0) {
-      const u32* sorted = generic::SortBucket<StartsOf>(data, n, plan, histogram, other);
-      if (sorted != data) std::memcpy(data, sorted, sizeof(u32) * static_cast<u64>(n));
-      return;
+      return generic::SortBucket<StartsOf>(data, n, plan, histogram, other);
     }
     const u32 a = data[n / 4], b = data[n / 2], c = data[n / 4 * 3];
     const u32 low_ab = a < b ? a : b, high_ab = a < b ? b : a;
@@ -309,150 +307,118 @@ void QuickSort(u32* data, std::int64_t n, const SortPlan& plan, u32* histogram, 
   if (n > 1) SortSmall(data, n);
 }
 
-u32* SortBucket(u32* bucket, std::int64_t n, const SortPlan& plan, u32* histogram, u32* other) {
+void SortBucket(u32* bucket, std::int64_t n, const SortPlan& plan, u32* histogram, u32* other) {
   QuickSort(bucket, n, plan, histogram, other, 24);
-  return bucket;
 }
 
-inline void EmitLanes(__mmask16 lanes, __m512i key, __m512i sample, u64* run) {
-  const __m512i low_first =
-      _mm512_setr_epi32(0, 16, 1, 17, 2, 18, 3, 19, 4, 20, 5, 21, 6, 22, 7, 23);
-  const __m512i high_first = _mm512_add_epi32(low_first, _mm512_set1_epi32(8));
-  const __m512i first = _mm512_permutex2var_epi32(sample, low_first, key);
-  const __m512i second = _mm512_permutex2var_epi32(sample, high_first, key);
-  _mm512_mask_storeu_epi64(run, static_cast<__mmask8>(lanes), first);
-  _mm512_mask_storeu_epi64(run + 8, static_cast<__mmask8>(lanes >> 8), second);
-}
-
-void Emit(const u32* sorted, std::int64_t n, const SortPlan& plan, u32 bucket, u32 first_sample,
-          u64* run) {
-  const __m512i base = _mm512_set1_epi32(static_cast<std::int32_t>(u64{bucket} << plan.rest_bits));
-  const __m512i first = _mm512_set1_epi32(static_cast<std::int32_t>(first_sample));
-  const __m512i low_mask =
-      _mm512_set1_epi32(static_cast<std::int32_t>(generic::LowMask(plan.low_bits)));
-  const __m128i low_bits = Count(plan.low_bits);
-  for (std::int64_t i = 0; i < n; i += 16) {
-    const __mmask16 lanes = FirstLanes(n - i);
-    const __m512i value = _mm512_maskz_loadu_epi32(lanes, sorted + i);
-    EmitLanes(lanes, _mm512_or_si512(_mm512_srl_epi32(value, low_bits), base),
-              _mm512_add_epi32(_mm512_and_si512(value, low_mask), first), run + i);
-  }
-}
-
-void EmitWithGains(const u32* sorted, std::int64_t n, const SortPlan& plan, u32 bucket,
-                   const u64* occurrences, u64* run, float* gains) {
-  const __m512i base = _mm512_set1_epi32(static_cast<std::int32_t>(u64{bucket} << plan.rest_bits));
-  const __m512i low_mask =
-      _mm512_set1_epi32(static_cast<std::int32_t>(generic::LowMask(plan.low_bits)));
-  const __m128i low_bits = Count(plan.low_bits);
+void ResolveBucket(u32* bucket, std::int64_t n, std::int32_t low_bits, const u64* occurrences,
+                   float* gains) {
+  const __m512i low_mask = _mm512_set1_epi32(static_cast<std::int32_t>(generic::LowMask(low_bits)));
   const __m512i zero = _mm512_setzero_si512();
   for (std::int64_t i = 0; i < n; i += 16) {
     const __mmask16 lanes = FirstLanes(n - i);
-    const __m512i value = _mm512_maskz_loadu_epi32(lanes, sorted + i);
-    const __m512i index = _mm512_and_si512(value, low_mask);
+    const __m512i word = _mm512_maskz_loadu_epi32(lanes, bucket + i);
+    const __m512i index = _mm512_and_si512(word, low_mask);
     const __m512i a = _mm512_mask_i32gather_epi64(zero, static_cast<__mmask8>(lanes),
                                                   _mm512_castsi512_si256(index), occurrences, 8);
     const __m512i b =
         _mm512_mask_i32gather_epi64(zero, static_cast<__mmask8>(lanes >> 8),
                                     _mm512_extracti64x4_epi64(index, 1), occurrences, 8);
-    EmitLanes(lanes, _mm512_or_si512(_mm512_srl_epi32(value, low_bits), base), LowHalves(a, b),
-              run + i);
+    _mm512_mask_storeu_epi32(bucket + i, lanes,
+                             _mm512_or_si512(_mm512_andnot_si512(low_mask, word), LowHalves(a, b)));
     _mm512_mask_storeu_epi32(gains + i, lanes, HighHalves(a, b));
   }
 }
 
-// Sixteen entries of a run from run[0], and which of them differ from the one before. `before` is
-// the eight entries before them, of which the last counts; it moves on.
-struct Entries {
-  __m512i first, second;
+// Sixteen words from bucket[0] on, the words before them, and which of them differ.
+struct Words {
+  __m512i word, before;
   __mmask16 is_new;
 
-  Entries(const u64* run, __mmask16 lanes, __m512i* before)
-      : first(_mm512_maskz_loadu_epi64(static_cast<__mmask8>(lanes), run)),
-        second(_mm512_maskz_loadu_epi64(static_cast<__mmask8>(lanes >> 8), run + 8)) {
-    const __mmask8 low = _mm512_mask_cmpneq_epi64_mask(static_cast<__mmask8>(lanes), first,
-                                                       _mm512_alignr_epi64(first, *before, 7));
-    const __mmask8 high = _mm512_mask_cmpneq_epi64_mask(static_cast<__mmask8>(lanes >> 8), second,
-                                                        _mm512_alignr_epi64(second, first, 7));
-    is_new = static_cast<__mmask16>(low | high << 8);
-    *before = second;
+  // `last`: sixteen words, of which the last is the one before bucket[0]; it moves on.
+  Words(const u32* bucket, __mmask16 lanes, __m512i* last)
+      : word(_mm512_maskz_loadu_epi32(lanes, bucket)),
+        before(_mm512_alignr_epi32(word, *last, 15)),
+        is_new(_mm512_mask_cmpneq_epu32_mask(lanes, word, before)) {
+    *last = word;
   }
 };
 
-// Before the first entry stands one that differs in key and sample.
-inline __m512i BeforeFirst(const u64* run) {
-  return _mm512_set1_epi64(static_cast<std::int64_t>(~run[0]));
+// What stands before the first word: all bits of the key differ.
+inline __m512i BeforeFirst(const u32* bucket) {
+  return _mm512_set1_epi32(static_cast<std::int32_t>(~bucket[0]));
 }
 
-void CountDistinct(const u64* run, std::int64_t n, std::int32_t* num_entries,
-                   std::int32_t* num_keys) {
-  std::int32_t entries = 0, keys = 0;
-  if (n > 0) {
-    __m512i before = BeforeFirst(run);
-    const __m512i key_bits = _mm512_set1_epi64(-(std::int64_t{1} << 32));
-    for (std::int64_t i = 0; i < n; i += 16) {
-      const __mmask16 lanes = FirstLanes(n - i);
-      const __m512i last = before;
-      const Entries e(run + i, lanes, &before);
-      entries += __builtin_popcount(e.is_new);
-      const __m512i change = _mm512_xor_si512(e.first, _mm512_alignr_epi64(e.first, last, 7));
-      const __m512i change2 = _mm512_xor_si512(e.second, _mm512_alignr_epi64(e.second, e.first, 7));
-      keys += __builtin_popcount(static_cast<u32>(
-          _mm512_mask_test_epi64_mask(static_cast<__mmask8>(lanes), change, key_bits)));
-      keys += __builtin_popcount(static_cast<u32>(
-          _mm512_mask_test_epi64_mask(static_cast<__mmask8>(lanes >> 8), change2, key_bits)));
-    }
+void CountBucket(const u32* bucket, std::int64_t n, std::int32_t low_bits, std::int32_t* num_words,
+                 std::int32_t* num_keys) {
+  const __m512i key_bits =
+      _mm512_set1_epi32(static_cast<std::int32_t>(~generic::LowMask(low_bits)));
+  __m512i last = BeforeFirst(bucket);
+  std::int32_t words = 0, keys = 0;
+  for (std::int64_t i = 0; i < n; i += 16) {
+    const __mmask16 lanes = FirstLanes(n - i);
+    const Words w(bucket + i, lanes, &last);
+    words += __builtin_popcount(w.is_new);
+    keys += __builtin_popcount(
+        _mm512_mask_test_epi32_mask(lanes, _mm512_xor_si512(w.word, w.before), key_bits));
   }
-  *num_entries = entries;
-  *num_keys = keys;
+  *num_words += words;
+  *num_keys += keys;
 }
 
-// Walks a run; calls body(i, is_new, sample of every lane, slot of the first new one).
+// Writes rows and samples; calls body(i, lanes, is_new, low of every lane, slot of the first new
+// word, lanes to store there). Returns the number of new words.
 template <class Body>
-inline void WriteRows(const u64* run, std::int64_t n, u32 row_mask, u32 row_offset,
-                      std::int64_t num_distinct, std::int32_t* row_ids, std::int32_t* samples,
-                      Body body) {
-  const __m512i mask = _mm512_set1_epi32(static_cast<std::int32_t>(row_mask));
-  const __m512i offset = _mm512_set1_epi32(static_cast<std::int32_t>(row_offset));
-  __m512i before = BeforeFirst(run);
+inline std::int64_t WriteRows(const u32* bucket, std::int64_t n, const Slots& slots, Body body) {
+  const __m512i low_mask =
+      _mm512_set1_epi32(static_cast<std::int32_t>(generic::LowMask(slots.low_bits)));
+  const __m512i first_row = _mm512_set1_epi32(static_cast<std::int32_t>(slots.first_row));
+  const __m512i first_sample = _mm512_set1_epi32(static_cast<std::int32_t>(slots.first_sample));
+  const __m128i low_bits = Count(slots.low_bits);
+  __m512i last = BeforeFirst(bucket);
   std::int64_t slot = 0;
   for (std::int64_t i = 0; i < n; i += 16) {
-    const Entries e(run + i, FirstLanes(n - i), &before);
-    const int count = __builtin_popcount(e.is_new);
-    const __m512i sample = LowHalves(e.first, e.second);
-    const __m512i row =
-        _mm512_add_epi32(_mm512_and_si512(HighHalves(e.first, e.second), mask), offset);
+    const __mmask16 lanes = FirstLanes(n - i);
+    const Words w(bucket + i, lanes, &last);
+    const int count = __builtin_popcount(w.is_new);
+    const __m512i low = _mm512_and_si512(w.word, low_mask);
+    const __m512i row = _mm512_add_epi32(_mm512_srl_epi32(w.word, low_bits), first_row);
+    const __m512i sample = _mm512_add_epi32(low, first_sample);
     // Whole vectors while there is room: what is too much is overwritten by the next.
-    const __mmask16 store = FirstLanes(slot + 16 <= num_distinct ? 16 : count);
-    _mm512_mask_storeu_epi32(row_ids + slot, store, _mm512_maskz_compress_epi32(e.is_new, row));
-    _mm512_mask_storeu_epi32(samples + slot, store, _mm512_maskz_compress_epi32(e.is_new, sample));
-    body(i, e.is_new, sample, slot, store);
+    const __mmask16 store = FirstLanes(slot + 16 <= slots.room ? 16 : count);
+    _mm512_mask_storeu_epi32(slots.row_ids + slot, store,
+                             _mm512_maskz_compress_epi32(w.is_new, row));
+    _mm512_mask_storeu_epi32(slots.samples + slot, store,
+                             _mm512_maskz_compress_epi32(w.is_new, sample));
+    body(i, lanes, w.is_new, low, slot, store);
     slot += count;
   }
+  return slot;
 }
 
-void WriteOnes(const u64* run, std::int64_t n, u32 row_mask, u32 row_offset,
-               std::int64_t num_distinct, std::int32_t* row_ids, std::int32_t* samples,
-               float* gains) {
-  // First where each entry starts in the run; then the distances are the gains.
-  WriteRows(run, n, row_mask, row_offset, num_distinct, row_ids, samples,
-            [&](std::int64_t i, __mmask16 is_new, __m512i, std::int64_t slot, __mmask16 store) {
-              const __m512i at =
-                  _mm512_add_epi32(Iota(), _mm512_set1_epi32(static_cast<std::int32_t>(i)));
-              _mm512_mask_storeu_epi32(gains + slot, store,
-                                       _mm512_maskz_compress_epi32(is_new, at));
-            });
+std::int64_t WriteOnes(const u32* bucket, std::int64_t n, const Slots& slots) {
+  // First where each word starts in the bucket; then the distances are the gains.
+  const std::int64_t num_words =
+      WriteRows(bucket, n, slots,
+                [&](std::int64_t i, __mmask16, __mmask16 is_new, __m512i, std::int64_t slot,
+                    __mmask16 store) {
+                  const __m512i at =
+                      _mm512_add_epi32(Iota(), _mm512_set1_epi32(static_cast<std::int32_t>(i)));
+                  _mm512_mask_storeu_epi32(slots.gains + slot, store,
+                                           _mm512_maskz_compress_epi32(is_new, at));
+                });
   // Adding 1 to a float32 changes nothing from 2^24 on.
   const __m512i most = _mm512_set1_epi32(1 << 24);
   const __m512i end = _mm512_set1_epi32(static_cast<std::int32_t>(n));
-  for (std::int64_t slot = 0; slot < num_distinct; slot += 16) {
-    const __mmask16 lanes = FirstLanes(num_distinct - slot);
-    const __m512i start = _mm512_maskz_loadu_epi32(lanes, gains + slot);
+  for (std::int64_t slot = 0; slot < num_words; slot += 16) {
+    const __mmask16 lanes = FirstLanes(num_words - slot);
+    const __m512i start = _mm512_maskz_loadu_epi32(lanes, slots.gains + slot);
     const __m512i next =
-        _mm512_mask_loadu_epi32(end, FirstLanes(num_distinct - slot - 1), gains + slot + 1);
+        _mm512_mask_loadu_epi32(end, FirstLanes(num_words - slot - 1), slots.gains + slot + 1);
     const __m512i count = _mm512_min_epi32(_mm512_sub_epi32(next, start), most);
-    _mm512_mask_storeu_ps(gains + slot, lanes, _mm512_cvtepi32_ps(count));
+    _mm512_mask_storeu_ps(slots.gains + slot, lanes, _mm512_cvtepi32_ps(count));
   }
+  return num_words;
 }
 
 // Stores the gains of new entries, then adds those of repeated ones in order.
@@ -471,29 +437,25 @@ inline void StoreGains(__m512 gain, __mmask16 lanes, __mmask16 is_new, std::int6
   }
 }
 
-void WritePerSample(const u64* run, std::int64_t n, u32 row_mask, u32 row_offset,
-                    std::int64_t num_distinct, const float* sample_gains, u32 first_sample,
-                    std::int32_t* row_ids, std::int32_t* samples, float* gains) {
-  const __m512i first = _mm512_set1_epi32(static_cast<std::int32_t>(first_sample));
-  WriteRows(
-      run, n, row_mask, row_offset, num_distinct, row_ids, samples,
-      [&](std::int64_t i, __mmask16 is_new, __m512i sample, std::int64_t slot, __mmask16 store) {
-        const __mmask16 lanes = FirstLanes(n - i);
-        const __m512 gain = _mm512_mask_i32gather_ps(
-            _mm512_setzero_ps(), lanes, _mm512_sub_epi32(sample, first), sample_gains, 4);
-        StoreGains(gain, lanes, is_new, slot, store, gains);
-      });
+std::int64_t WritePerSample(const u32* bucket, std::int64_t n, const Slots& slots,
+                            const float* sample_gains) {
+  return WriteRows(bucket, n, slots,
+                   [&](std::int64_t, __mmask16 lanes, __mmask16 is_new, __m512i low,
+                       std::int64_t slot, __mmask16 store) {
+                     const __m512 gain =
+                         _mm512_mask_i32gather_ps(_mm512_setzero_ps(), lanes, low, sample_gains, 4);
+                     StoreGains(gain, lanes, is_new, slot, store, slots.gains);
+                   });
 }
 
-void WritePerId(const u64* run, std::int64_t n, u32 row_mask, u32 row_offset,
-                std::int64_t num_distinct, const float* run_gains, std::int32_t* row_ids,
-                std::int32_t* samples, float* gains) {
-  WriteRows(run, n, row_mask, row_offset, num_distinct, row_ids, samples,
-            [&](std::int64_t i, __mmask16 is_new, __m512i, std::int64_t slot, __mmask16 store) {
-              const __mmask16 lanes = FirstLanes(n - i);
-              StoreGains(_mm512_maskz_loadu_ps(lanes, run_gains + i), lanes, is_new, slot, store,
-                         gains);
-            });
+std::int64_t WritePerId(const u32* bucket, std::int64_t n, const Slots& slots,
+                        const float* gains_of_words) {
+  return WriteRows(bucket, n, slots,
+                   [&](std::int64_t i, __mmask16 lanes, __mmask16 is_new, __m512i,
+                       std::int64_t slot, __mmask16 store) {
+                     StoreGains(_mm512_maskz_loadu_ps(lanes, gains_of_words + i), lanes, is_new,
+                                slot, store, slots.gains);
+                   });
 }
 
 }  // namespace avx512
@@ -507,9 +469,8 @@ const PartitionKernels kPartitionKernelsAvx512 = {
     .fill_buckets = avx512::FillBuckets,
     .sort_bucket = avx512::SortBucket,
     .bucket_size = 192,
-    .emit = avx512::Emit,
-    .emit_with_gains = avx512::EmitWithGains,
-    .count_distinct = avx512::CountDistinct,
+    .resolve_bucket = avx512::ResolveBucket,
+    .count_bucket = avx512::CountBucket,
     .write_ones = avx512::WriteOnes,
     .write_per_sample = avx512::WritePerSample,
     .write_per_id = avx512::WritePerId,

@@ -132,7 +132,7 @@ inline void Scatter(const u32* from, std::int64_t n, int shift, u32 mask, u32* n
 constexpr std::int64_t kBucketSize = 2048;
 
 template <void (*kStartsOf)(u32*, const u32*, u32)>
-inline u32* SortBucket(u32* bucket, std::int64_t n, const SortPlan& plan, u32* histogram,
+inline void SortBucket(u32* bucket, std::int64_t n, const SortPlan& plan, u32* histogram,
                        u32* other) {
   if (n <= 24) {  // by rest and low together: low rises in input order
     for (std::int64_t i = 1; i < n; ++i) {
@@ -141,7 +141,7 @@ inline u32* SortBucket(u32* bucket, std::int64_t n, const SortPlan& plan, u32* h
       for (; k > 0 && bucket[k - 1] > value; --k) bucket[k] = bucket[k - 1];
       bucket[k] = value;
     }
-    return bucket;
+    return;
   }
   static_assert(kMaxDigits == 4);
   const int bits = plan.digit_bits;
@@ -160,28 +160,19 @@ inline u32* SortBucket(u32* bucket, std::int64_t n, const SortPlan& plan, u32* h
     default:
       CountDigits<4>(bucket, n, plan.low_bits, bits, histogram);
   }
+  u32* from = bucket;
   for (int digit = 0; digit < plan.num_digits; ++digit) {
     u32* const counts = histogram + static_cast<u32>(2 * digit) * size;
     const int shift = plan.low_bits + digit * bits;
-    const u32 first = (bucket[0] >> shift) & (size - 1);
+    const u32 first = (from[0] >> shift) & (size - 1);
     if (counts[first] + counts[size + first] == static_cast<u32>(n)) continue;  // all the same
     kStartsOf(counts, counts + size, size);
-    Scatter(bucket, n, shift, size - 1, counts, other);
+    Scatter(from, n, shift, size - 1, counts, other);
     u32* const sorted = other;
-    other = bucket;
-    bucket = sorted;
+    other = from;
+    from = sorted;
   }
-  return bucket;
-}
-
-inline void Emit(const u32* sorted, std::int64_t n, const SortPlan& plan, u32 bucket,
-                 u32 first_sample, u64* run) {
-  const u64 base = u64{bucket} << plan.rest_bits << 32;
-  const u32 low_mask = LowMask(plan.low_bits);
-  const int low_bits = plan.low_bits;
-  for (std::int64_t i = 0; i < n; ++i) {
-    run[i] = base + (u64{sorted[i]} >> low_bits << 32) + ((sorted[i] & low_mask) + first_sample);
-  }
+  if (from != bucket) std::memcpy(bucket, from, sizeof(u32) * static_cast<u64>(n));
 }
 
 inline float FloatOf(u32 bits) {
@@ -190,66 +181,60 @@ inline float FloatOf(u32 bits) {
   return value;
 }
 
-inline void EmitWithGains(const u32* sorted, std::int64_t n, const SortPlan& plan, u32 bucket,
-                          const u64* occurrences, u64* run, float* gains) {
-  const u64 base = u64{bucket} << plan.rest_bits << 32;
-  const u32 low_mask = LowMask(plan.low_bits);
-  const int low_bits = plan.low_bits;
+inline void ResolveBucket(u32* bucket, std::int64_t n, std::int32_t low_bits,
+                          const u64* occurrences, float* gains) {
+  const u32 low_mask = LowMask(low_bits);
   for (std::int64_t i = 0; i < n; ++i) {
-    const u64 occurrence = occurrences[sorted[i] & low_mask];
-    run[i] = base + (u64{sorted[i]} >> low_bits << 32) + static_cast<u32>(occurrence);
+    const u64 occurrence = occurrences[bucket[i] & low_mask];
+    bucket[i] = (bucket[i] & ~low_mask) | static_cast<u32>(occurrence);
     gains[i] = FloatOf(static_cast<u32>(occurrence >> 32));
   }
 }
 
-inline void CountDistinct(const u64* run, std::int64_t n, std::int32_t* num_entries,
-                          std::int32_t* num_keys) {
-  std::int32_t entries = n > 0, keys = n > 0;
+inline void CountBucket(const u32* bucket, std::int64_t n, std::int32_t low_bits,
+                        std::int32_t* num_words, std::int32_t* num_keys) {
+  std::int32_t words = 1, keys = 1;
   for (std::int64_t i = 1; i < n; ++i) {
-    const u64 change = run[i] ^ run[i - 1];
-    entries += change != 0;
-    keys += (change >> 32) != 0;
+    const u32 change = bucket[i] ^ bucket[i - 1];
+    words += change != 0;
+    keys += (change >> low_bits) != 0;
   }
-  *num_entries = entries;
-  *num_keys = keys;
+  *num_words += words;
+  *num_keys += keys;
 }
 
 template <class GainOf>
-inline void Write(const u64* run, std::int64_t n, u32 row_mask, u32 row_offset,
-                  std::int32_t* row_ids, std::int32_t* samples, float* gains, GainOf gain_of) {
+inline std::int64_t Write(const u32* bucket, std::int64_t n, const Slots& slots, GainOf gain_of) {
+  const u32 low_mask = LowMask(slots.low_bits);
   std::int64_t slot = -1;
+  u32 before = ~bucket[0];
   float sum = 0;
   for (std::int64_t i = 0; i < n; ++i) {
-    const bool is_new = i == 0 || run[i] != run[i - 1];
-    const float gain = gain_of(i);
+    const u32 word = bucket[i], low = word & low_mask;
+    const bool is_new = word != before;
+    const float gain = gain_of(i, low);
+    before = word;
     slot += is_new;
     sum = is_new ? gain : sum + gain;
-    row_ids[slot] =
-        static_cast<std::int32_t>((static_cast<u32>(run[i] >> 32) & row_mask) + row_offset);
-    samples[slot] = static_cast<std::int32_t>(static_cast<u32>(run[i]));
-    gains[slot] = sum;
+    slots.row_ids[slot] = static_cast<std::int32_t>((word >> slots.low_bits) + slots.first_row);
+    slots.samples[slot] = static_cast<std::int32_t>(low + slots.first_sample);
+    slots.gains[slot] = sum;
   }
+  return slot + 1;
 }
 
-inline void WriteOnes(const u64* run, std::int64_t n, u32 row_mask, u32 row_offset,
-                      std::int64_t /*num_distinct*/, std::int32_t* row_ids, std::int32_t* samples,
-                      float* gains) {
-  Write(run, n, row_mask, row_offset, row_ids, samples, gains, [](std::int64_t) { return 1.0f; });
+inline std::int64_t WriteOnes(const u32* bucket, std::int64_t n, const Slots& slots) {
+  return Write(bucket, n, slots, [](std::int64_t, u32) { return 1.0f; });
 }
 
-inline void WritePerSample(const u64* run, std::int64_t n, u32 row_mask, u32 row_offset,
-                           std::int64_t /*num_distinct*/, const float* sample_gains,
-                           u32 first_sample, std::int32_t* row_ids, std::int32_t* samples,
-                           float* gains) {
-  Write(run, n, row_mask, row_offset, row_ids, samples, gains,
-        [&](std::int64_t i) { return sample_gains[static_cast<u32>(run[i]) - first_sample]; });
+inline std::int64_t WritePerSample(const u32* bucket, std::int64_t n, const Slots& slots,
+                                   const float* sample_gains) {
+  return Write(bucket, n, slots, [=](std::int64_t, u32 low) { return sample_gains[low]; });
 }
 
-inline void WritePerId(const u64* run, std::int64_t n, u32 row_mask, u32 row_offset,
-                       std::int64_t /*num_distinct*/, const float* run_gains, std::int32_t* row_ids,
-                       std::int32_t* samples, float* gains) {
-  Write(run, n, row_mask, row_offset, row_ids, samples, gains,
-        [&](std::int64_t i) { return run_gains[i]; });
+inline std::int64_t WritePerId(const u32* bucket, std::int64_t n, const Slots& slots,
+                               const float* gains_of_words) {
+  return Write(bucket, n, slots, [=](std::int64_t i, u32) { return gains_of_words[i]; });
 }
 
 }  // namespace generic

@@ -22,13 +22,15 @@ enum class GainKind {
 
 // The ids of one table on one local core: sorted in one go.
 struct PartitionItem {
-  std::int64_t begin;          // in runs and run_gains
   std::int64_t size;           // ids
-  std::int64_t gains_begin;    // in sample_gains; kPerSample
-  std::uint32_t first_sample;  // row of the table's first sample among the core's samples
+  std::int64_t begin;          // in words; wide: in wide_runs
+  std::int64_t ends_begin;     // in ends: bucket ends, in words from begin; wide: partition ends
+  std::int64_t gains_begin;    // in gains: by sample (kPerSample), or beside words (kPerId)
   std::int64_t num_samples;    // rows of the table's samples
+  std::uint32_t first_sample;  // the first of them among the core's samples
   GainKind gains;
-  bool is_wide;  // its run's keys are rows only
+  SortPlan plan;
+  bool is_wide;  // not sorted in buckets
   bool has_invalid;
 };
 
@@ -54,14 +56,14 @@ struct WideEntry {
 // Of one thread.
 struct PartitionScratch {
   std::vector<Slice> slices;
-  Buffer<std::uint32_t> buckets;
+  Buffer<std::uint32_t> keys;
   Buffer<std::uint32_t> other;
   Buffer<WideEntry> wide, wide_other;  // items that buckets cannot hold
   Buffer<std::uint64_t> occurrences;
   Buffer<std::int64_t> valid_ids;  // what is left of an item with invalid ids
   Buffer<float> valid_weights;
   Buffer<std::int32_t> valid_starts;
-  alignas(64) std::uint32_t bucket_starts[2 << kMaxBucketBits];
+  alignas(64) std::uint32_t bucket_counts[2 << kMaxBucketBits];
   alignas(64) std::uint32_t histogram[kHistogramSize];
   alignas(64) std::uint32_t low[kBlock];
 };
@@ -86,15 +88,15 @@ struct PartitionState {
   std::vector<std::int64_t> order;              // of items: largest first
   std::vector<std::int64_t> num_invalid;        // (F, C)
   std::vector<std::int64_t> num_slots;          // (num_stacks, C)
-  Buffer<std::int32_t> run_ends;                // (T, C, P) ends of the partitions in a run
   Buffer<std::int32_t> ids, unique_ids, slots;  // (T, C, P) Counts
   std::vector<std::int32_t> stack_ids;          // (num_stacks, C, P) distinct ids
   // sized by the batch:
-  Buffer<std::int32_t> starts;            // (num_keys * batch_size + 1)
-  Buffer<std::int64_t> key_sums;          // (num_keys)
-  Buffer<std::uint64_t> runs;             // sorted entries, item after item
-  Buffer<float> run_gains;                // beside runs; kPerId
-  Buffer<float> sample_gains;             // by sample; kPerSample
+  Buffer<std::int32_t> starts;      // (num_keys * batch_size + 1)
+  Buffer<std::int64_t> key_sums;    // (num_keys)
+  Buffer<std::uint32_t> words;      // sorted buckets, item after item
+  Buffer<std::uint64_t> wide_runs;  // row << 32 | sample, counted like low
+  Buffer<std::uint32_t> ends;
+  Buffer<float> gains;
   std::vector<PartitionScratch> scratch;  // (threads)
 };
 

@@ -2,12 +2,10 @@
 // All sets give the same bits.
 //
 // How an item (the ids of one table on one core) is sorted by key = partition << row_bits | row:
-// one scatter by the top `bucket_bits` of the key makes buckets that fit the first-level cache; in
-// them the rest of the key and the low part (sample or index) share 32 bits, and a least
-// significant digit radix sort finishes. Occurrences arrive in order of the low part, and every
-// pass is stable.
-//
-// The result is a run: a sorted array of entries `key << 32 | sample`.
+// one scatter by the top `bucket_bits` of the key, the partition among them, makes buckets that fit
+// the first-level cache; in a bucket each occurrence is a word `rest << low_bits | low`, rest being
+// the other bits of the key and low its sample, or its index where it has a gain of its own.
+// Occurrences come in order of low, so sorting by rest has to be stable, or by the whole word.
 #ifndef TRTPU_PARTITION_KERNELS_H_
 #define TRTPU_PARTITION_KERNELS_H_
 
@@ -38,6 +36,17 @@ struct SortPlan {
   std::int32_t digit_bits;
 };
 
+// Where a bucket is written.
+struct Slots {
+  std::int32_t* row_ids;
+  std::int32_t* samples;
+  float* gains;
+  std::int64_t room;
+  std::uint32_t first_row;     // of rest 0
+  std::uint32_t first_sample;  // of low 0
+  std::int32_t low_bits;
+};
+
 struct PartitionKernels {
   const char* name;  // "baseline", "avx2", "avx512"
 
@@ -53,40 +62,30 @@ struct PartitionKernels {
   void (*fill_buckets)(const std::uint32_t* keys, const std::uint32_t* low, std::int64_t n,
                        const SortPlan& plan, std::uint32_t* next, std::uint32_t* buckets);
 
-  // Sorts a bucket by rest, stably; returns `bucket` or `other`, whichever holds the result.
-  // `histogram` (kHistogramSize) and `other` (2 * n + kSpill) are scratch.
-  std::uint32_t* (*sort_bucket)(std::uint32_t* bucket, std::int64_t n, const SortPlan& plan,
-                                std::uint32_t* histogram, std::uint32_t* other);
-  std::int64_t bucket_size;  // the mean size that suits sort_bucket
+  // Sorts a bucket. `histogram` (kHistogramSize) and `other` (2 * n + kSpill) are scratch.
+  void (*sort_bucket)(std::uint32_t* bucket, std::int64_t n, const SortPlan& plan,
+                      std::uint32_t* histogram, std::uint32_t* other);
+  std::int64_t bucket_size;  // mean size that suits sort_bucket
 
-  // Appends a sorted bucket to the run: low is a sample, counted from first_sample.
-  void (*emit)(const std::uint32_t* sorted, std::int64_t n, const SortPlan& plan,
-               std::uint32_t bucket, std::uint32_t first_sample, std::uint64_t* run);
-  // The same where low is an index: occurrences[index] = bits of a gain << 32 | sample.
-  void (*emit_with_gains)(const std::uint32_t* sorted, std::int64_t n, const SortPlan& plan,
-                          std::uint32_t bucket, const std::uint64_t* occurrences,
-                          std::uint64_t* run, float* gains);
+  // Puts samples in the place of indices: occurrences[index] = bits of the gain << 32 | sample.
+  // gains[i] becomes that of word i.
+  void (*resolve_bucket)(std::uint32_t* bucket, std::int64_t n, std::int32_t low_bits,
+                         const std::uint64_t* occurrences, float* gains);
 
-  // Distinct entries and distinct keys of a sorted run.
-  void (*count_distinct)(const std::uint64_t* run, std::int64_t n, std::int32_t* num_entries,
-                         std::int32_t* num_keys);
+  // Adds the distinct words and the distinct keys of a sorted bucket, n > 0.
+  void (*count_bucket)(const std::uint32_t* bucket, std::int64_t n, std::int32_t low_bits,
+                       std::int32_t* num_words, std::int32_t* num_keys);
 
-  // Writes the distinct entries of one partition of a run: row_ids = (key & row_mask) +
-  // row_offset, samples, and gains added up in order over equal entries. Nothing outside the
-  // first `num_distinct` slots is written.
+  // Writes the distinct words of a sorted bucket, n > 0, with the gains of equal ones added up in
+  // order. Returns their number. Nothing is written from slots.room on.
   // All gains 1:
-  void (*write_ones)(const std::uint64_t* run, std::int64_t n, std::uint32_t row_mask,
-                     std::uint32_t row_offset, std::int64_t num_distinct, std::int32_t* row_ids,
-                     std::int32_t* samples, float* gains);
-  // sample_gains[sample - first_sample]:
-  void (*write_per_sample)(const std::uint64_t* run, std::int64_t n, std::uint32_t row_mask,
-                           std::uint32_t row_offset, std::int64_t num_distinct,
-                           const float* sample_gains, std::uint32_t first_sample,
-                           std::int32_t* row_ids, std::int32_t* samples, float* gains);
-  // run_gains[i] belongs to run[i]:
-  void (*write_per_id)(const std::uint64_t* run, std::int64_t n, std::uint32_t row_mask,
-                       std::uint32_t row_offset, std::int64_t num_distinct, const float* run_gains,
-                       std::int32_t* row_ids, std::int32_t* samples, float* gains);
+  std::int64_t (*write_ones)(const std::uint32_t* bucket, std::int64_t n, const Slots& slots);
+  // sample_gains[low]:
+  std::int64_t (*write_per_sample)(const std::uint32_t* bucket, std::int64_t n, const Slots& slots,
+                                   const float* sample_gains);
+  // gains_of_words[i]:
+  std::int64_t (*write_per_id)(const std::uint32_t* bucket, std::int64_t n, const Slots& slots,
+                               const float* gains_of_words);
 };
 
 // The sets that this processor can run, the best last.
