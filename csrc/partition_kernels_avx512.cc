@@ -61,20 +61,23 @@ inline __m512i LoadIds(const std::int64_t* ids, __mmask16 lanes, u64 limit, __mm
   return LowHalves(a, b);
 }
 
+// Far enough ahead for memory, near enough to stay in the first-level cache.
+constexpr std::int64_t kPrefetchBytes = 2048;
+
 template <class Id, bool kPowerOfTwo>
-inline bool MakeKeys(const Id* ids, std::int64_t n, const KeyMap& map, const SortPlan& plan,
-                     u32* keys, u32* histogram) {
+inline bool FillKeys(const Id* ids, std::int64_t n, const KeyMap& map, u32* keys) {
   const __m128i core_bits = Count(map.core_bits), row_bits = Count(map.row_bits),
-                rest_bits = Count(plan.rest_bits), reciprocal_shift = Count(map.reciprocal_shift);
+                reciprocal_shift = Count(map.reciprocal_shift);
   const __m512i rotation = _mm512_set1_epi32(static_cast<std::int32_t>(map.rotation));
   const __m512i num_cores = _mm512_set1_epi32(static_cast<std::int32_t>(map.num_cores));
   const __m512i core_mask = _mm512_sub_epi32(num_cores, _mm512_set1_epi32(1));
   const __m512i reciprocal = _mm512_set1_epi64(static_cast<std::int64_t>(map.reciprocal));
-  const __m512i bucket_mask = _mm512_set1_epi32((1 << plan.bucket_bits) - 1);
-  u32* const other = histogram + (1u << plan.bucket_bits);
   __mmask16 outside = 0;
   for (std::int64_t i = 0; i < n; i += 16) {
     const __mmask16 lanes = FirstLanes(n - i);
+    const char* const ahead = reinterpret_cast<const char*>(ids + i) + kPrefetchBytes;
+    _mm_prefetch(ahead, _MM_HINT_T0);
+    if constexpr (sizeof(Id) == 8) _mm_prefetch(ahead + 64, _MM_HINT_T0);
     const __m512i id = LoadIds(ids + i, lanes, map.num_embeddings, &outside);
     __m512i partition, row;
     if constexpr (kPowerOfTwo) {
@@ -91,57 +94,48 @@ inline bool MakeKeys(const Id* ids, std::int64_t n, const KeyMap& map, const Sor
     }
     const __m512i key = _mm512_or_si512(_mm512_sll_epi32(partition, row_bits), row);
     _mm512_mask_storeu_epi32(keys + i, lanes, key);
-    if (plan.bucket_bits == 0) continue;
-    alignas(64) u32 bucket[16];
-    _mm512_store_si512(bucket, _mm512_and_si512(_mm512_srl_epi32(key, rest_bits), bucket_mask));
-    if (lanes == 0xffff) {
-      for (int lane = 0; lane < 16; lane += 2) {
-        ++histogram[bucket[lane]];
-        ++other[bucket[lane + 1]];
-      }
-    } else {
-      for (std::int64_t lane = 0; lane < n - i; ++lane) ++histogram[bucket[lane]];
-    }
   }
-  if (plan.bucket_bits == 0) histogram[0] += static_cast<u32>(n);
   return outside != 0;
 }
 
 template <class Id>
 bool MakeKeys(const Id* ids, std::int64_t n, const KeyMap& map, const SortPlan& plan, u32* keys,
               u32* histogram) {
-  return map.is_power_of_two ? MakeKeys<Id, true>(ids, n, map, plan, keys, histogram)
-                             : MakeKeys<Id, false>(ids, n, map, plan, keys, histogram);
+  const bool is_outside = map.is_power_of_two ? FillKeys<Id, true>(ids, n, map, keys)
+                                              : FillKeys<Id, false>(ids, n, map, keys);
+  generic::CountBuckets(keys, n, plan, histogram);
+  return is_outside;
 }
 
 void FillBuckets(const u32* keys, const u32* low, std::int64_t n, const SortPlan& plan, u32* next,
                  u32* buckets) {
-  const __m128i rest_bits = Count(plan.rest_bits), low_bits = Count(plan.low_bits);
+  const __m128i low_bits = Count(plan.low_bits);
   const __m512i rest_mask =
       _mm512_set1_epi32(static_cast<std::int32_t>(generic::LowMask(plan.rest_bits)));
-  u32* const sequential = buckets + next[0];
+  alignas(64) u32 words_of_block[kBlock];
+  u32* const words = plan.bucket_bits == 0 ? buckets + next[0] : words_of_block;
   for (std::int64_t i = 0; i < n; i += 16) {
     const __mmask16 lanes = FirstLanes(n - i);
     const __m512i key = _mm512_maskz_loadu_epi32(lanes, keys + i);
-    const __m512i value =
+    _mm512_mask_storeu_epi32(
+        words + i, lanes,
         _mm512_or_si512(_mm512_sll_epi32(_mm512_and_si512(key, rest_mask), low_bits),
-                        _mm512_maskz_loadu_epi32(lanes, low + i));
-    if (plan.bucket_bits == 0) {
-      _mm512_mask_storeu_epi32(sequential + i, lanes, value);
-      continue;
-    }
-    alignas(64) u32 values[16], bucket[16];
-    _mm512_store_si512(values, value);
-    _mm512_store_si512(bucket, _mm512_srl_epi32(key, rest_bits));
-    if (lanes == 0xffff) {
-      for (int lane = 0; lane < 16; ++lane) buckets[next[bucket[lane]]++] = values[lane];
-    } else {
-      for (std::int64_t lane = 0; lane < n - i; ++lane) {
-        buckets[next[bucket[lane]]++] = values[lane];
-      }
-    }
+                        _mm512_maskz_loadu_epi32(lanes, low + i)));
   }
-  if (plan.bucket_bits == 0) next[0] += static_cast<u32>(n);
+  if (plan.bucket_bits == 0) {
+    next[0] += static_cast<u32>(n);
+    return;
+  }
+  const int rest_bits = plan.rest_bits;
+  std::int64_t i = 0;
+  for (; i + 4 <= n; i += 4) {
+    const u64 a = keys[i], b = keys[i + 1], c = keys[i + 2], d = keys[i + 3];
+    buckets[next[a >> rest_bits]++] = words[i];
+    buckets[next[b >> rest_bits]++] = words[i + 1];
+    buckets[next[c >> rest_bits]++] = words[i + 2];
+    buckets[next[d >> rest_bits]++] = words[i + 3];
+  }
+  for (; i < n; ++i) buckets[next[u64{keys[i]} >> rest_bits]++] = words[i];
 }
 
 // As generic::StartsOf; digits have 16 values or more.
