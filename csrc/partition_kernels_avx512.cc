@@ -360,6 +360,8 @@ void CountBucket(const u32* bucket, std::int64_t n, std::int32_t low_bits, std::
   *num_keys += keys;
 }
 
+constexpr std::int64_t kSlotsAhead = 256;
+
 // Writes rows and samples; calls body(i, lanes, is_new, low of every lane, slot of the first new
 // word, lanes to store there). Returns the number of new words.
 template <class Body>
@@ -373,6 +375,10 @@ inline std::int64_t WriteRows(const u32* bucket, std::int64_t n, const Slots& sl
   std::int64_t slot = 0;
   for (std::int64_t i = 0; i < n; i += 16) {
     const __mmask16 lanes = FirstLanes(n - i);
+    __builtin_prefetch(slots.row_ids + slot + kSlotsAhead, 1);
+    __builtin_prefetch(slots.samples + slot + kSlotsAhead, 1);
+    __builtin_prefetch(slots.gains + slot + kSlotsAhead, 1);
+    __builtin_prefetch(bucket + i + kSlotsAhead);
     const Words w(bucket + i, lanes, &last);
     const int count = __builtin_popcount(w.is_new);
     const __m512i low = _mm512_and_si512(w.word, low_mask);
