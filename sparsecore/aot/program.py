@@ -462,12 +462,18 @@ class _Assembly:
             main.arg_attrs = mlir.ir.ArrayAttr.get(
                 [
                     mlir.ir.DictAttr.get(
-                        {"tf.aliasing_output": _int32(mlir, names.index(argument.name))}
-                        if argument.donated
-                        else {}
+                        _layout(mlir, argument)
+                        | (
+                            {"tf.aliasing_output": _int32(mlir, names.index(argument.name))}
+                            if argument.donated
+                            else {}
+                        )
                     )
                     for argument in arguments
                 ]
+            )
+            main.attributes["res_attrs"] = mlir.ir.ArrayAttr.get(
+                [mlir.ir.DictAttr.get(_layout(mlir, result)) for result in facts]
             )
             if not module.operation.verify():
                 raise ProgramError("the assembled step is not valid StableHLO")
@@ -696,6 +702,14 @@ def _dtype(mlir: Mlir, type_: Any) -> str:
     return {"i1": "pred"}.get(element) or (
         f"s{element[1:]}" if element[0] == "i" else element
     ).replace("ui", "u")
+
+
+def _layout(mlir: Mlir, fact: Argument | Result) -> dict[str, Any]:
+    """The layout that SparseCores want: without it a narrow table is copied in and out."""
+    if fact.kind not in ("table", "slot", "carry"):
+        return {}
+    dims = ",".join(map(str, reversed(range(len(fact.shape)))))
+    return {"mhlo.layout_mode": mlir.ir.StringAttr.get(f"{{{dims}:T(8)}}")}
 
 
 def _int32(mlir: Mlir, value: int) -> Any:
