@@ -2,4 +2,4 @@
 
 from torchrec_tpu.sharding import _compat
 
-_compat.let_torchrec_ask_for_a_tpu()
+_compat.live_beside_torch_tpu()

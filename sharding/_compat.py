@@ -2,13 +2,17 @@
 
 from __future__ import annotations
 
+import os
 from importlib import metadata
+from pathlib import Path
 from typing import Final
 
 import torch
 
 KNOWN_GOOD: Final = {"torch": "2.13.0", "torchrec": "1.9.2", "fbgemm-gpu-cpu": "1.8.0"}
 """Versions that are tested together."""
+
+_GOOGLE_PCI_VENDOR: Final = "0x1ae0"
 
 _FBGEMM_OPS: Final = (
     "asynchronous_complete_cumsum",
@@ -36,20 +40,31 @@ def require_torchrec() -> None:
         raise ImportError(f"torch.ops.fbgemm lacks {', '.join(missing)}. {_advice()}")
 
 
-def let_torchrec_ask_for_a_tpu() -> None:
-    """Lets TorchRec call `torch.tpu.is_available()` when torch_tpu has loaded itself.
+def live_beside_torch_tpu() -> None:
+    """Lets TorchRec and torch train on CPU when torch_tpu has loaded itself. Nothing without it.
 
-    torchrec 1.9.2 asks that in every all-to-all, also on gloo and CPU; torch_tpu 0.2.0 raises
-    RuntimeError when anyone but torch asks. The answer here is what the public
-    `torch.accelerator` API says. Nothing is done without torch_tpu, or where asking works.
+    torchrec 1.9.2 calls `torch.tpu.is_available()` in every all-to-all, also on gloo and CPU, and
+    torch_tpu 0.2.0 raises RuntimeError when anyone but torch asks. From here on the answer is that
+    of the public `torch.accelerator` API.
+
+    Any first `backward()` makes libtpu look for a TPU: on a machine that has none it asks a metadata
+    server for minutes, unless TPU_SKIP_MDS_QUERY is set. It is set here, if the user has not, when
+    no PCI device is Google's, so that there can be no TPU.
     """
     tpu = getattr(torch, "tpu", None)
     if tpu is None:
         return
+    if not _has_google_device():
+        os.environ.setdefault("TPU_SKIP_MDS_QUERY", "1")
     try:
         tpu.is_available()
     except RuntimeError:
         tpu.is_available = _tpu_is_available
+
+
+def _has_google_device() -> bool:
+    vendors = Path("/sys/bus/pci/devices").glob("*/vendor")
+    return any(vendor.read_text().strip() == _GOOGLE_PCI_VENDOR for vendor in vendors)
 
 
 def _tpu_is_available() -> bool:

@@ -54,22 +54,28 @@ def test_asking_for_a_tpu_is_answered_where_torch_tpu_refuses(
 ) -> None:
     tpu = SimpleNamespace(is_available=_refuse)
     monkeypatch.setattr(torch, "tpu", tpu, raising=False)
-    _compat.let_torchrec_ask_for_a_tpu()
+    monkeypatch.setattr(_compat, "_has_google_device", lambda: False)
+    monkeypatch.delenv("TPU_SKIP_MDS_QUERY", raising=False)
+    _compat.live_beside_torch_tpu()
     assert tpu.is_available() is False
+    assert os.environ.pop("TPU_SKIP_MDS_QUERY") == "1"
 
 
 def test_a_tpu_module_that_answers_is_left_alone(monkeypatch: pytest.MonkeyPatch) -> None:
     tpu = SimpleNamespace(is_available=lambda: True)
     monkeypatch.setattr(torch, "tpu", tpu, raising=False)
+    monkeypatch.setattr(_compat, "_has_google_device", lambda: True)
+    monkeypatch.delenv("TPU_SKIP_MDS_QUERY", raising=False)
     answer = tpu.is_available
-    _compat.let_torchrec_ask_for_a_tpu()
+    _compat.live_beside_torch_tpu()
     assert tpu.is_available is answer
+    assert "TPU_SKIP_MDS_QUERY" not in os.environ
 
 
 @pytest.mark.skipif(importlib.util.find_spec("torch_tpu") is None, reason="torch_tpu is absent")
 @pytest.mark.parametrize(
     "imports",
-    ["import torch, torchrec_tpu", "import torchrec_tpu, torch; torchrec_tpu.sharding.embeddings"],
+    ["import torch, torchrec_tpu", "import torchrec_tpu, torch; torchrec_tpu.Options"],
 )
 def test_training_on_cpu_works_beside_an_autoloaded_torch_tpu(imports: str) -> None:
     program = f"""
@@ -90,6 +96,7 @@ def test_training_on_cpu_works_beside_an_autoloaded_torch_tpu(imports: str) -> N
         env={**os.environ, "TORCH_DEVICE_BACKEND_AUTOLOAD": "1"},
         capture_output=True,
         text=True,
+        timeout=120,
         check=False,
     )
     assert result.returncode == 0, result.stderr
