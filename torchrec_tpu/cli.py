@@ -34,7 +34,7 @@ COMMANDS = (
     Command(
         name="train",
         help="train DLRM v2 on ml-100k, Criteo files or synthetic data",
-        module="torchrec_tpu.training",
+        module="torchrec_tpu.training.command",
     ),
     Command(
         name="report",

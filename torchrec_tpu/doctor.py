@@ -286,10 +286,11 @@ def to_text(diagnosis: Diagnosis) -> str:
     lines = ["  ".join(f"{name} {value}" for name, value in diagnosis.system.items()), ""]
     width = max(map(len, diagnosis.versions))
     for name, version in diagnosis.versions.items():
-        purpose = OPTIONAL.get(name)
-        absent = f"not installed; {purpose or 'required'}"
-        if purpose and name in INSTALL:
+        absent = f"not installed; {OPTIONAL.get(name, 'required')}"
+        if name in INSTALL:
             absent += f": {INSTALL[name]}"
+        elif name == "torchrec_tpu":
+            absent = "a source tree, not installed"
         lines.append(f"  {name:{width}}  {version or absent}")
     lines += ["", "backends"]
     for name, why in diagnosis.backends.items():

@@ -42,6 +42,8 @@ class EpochRecord:
         train_loss: mean over the epoch's samples, before each update.
         train_seconds: forward, backward and update, without reading data.
         samples_per_second: training samples by `train_seconds`.
+        preprocess_seconds: in the prefetch thread, beside the training; 0 for plain TorchRec. When
+            a run was resumed inside the epoch, of the part since then.
         test_loss: mean over the test split.
         test_auc: of the test split; NaN when it has one class only.
     """
@@ -51,6 +53,7 @@ class EpochRecord:
     train_loss: float
     train_seconds: float
     samples_per_second: float
+    preprocess_seconds: float
     test_loss: float
     test_auc: float
 
@@ -200,7 +203,8 @@ class RunRecord:
 def summary(records: Iterable[RunRecord]) -> str:
     """A Markdown table with one line for each model and epoch of the records.
 
-    Steps per second of the two sides are comparable inside one record only: both ran interleaved.
+    Speeds compare inside one record only, where both sides ran interleaved. Preprocessing ran in a
+    thread beside them and is not in `train s`.
     """
     rows = [
         (
@@ -212,6 +216,8 @@ def summary(records: Iterable[RunRecord]) -> str:
             f"{epoch.test_loss:.4f}",
             f"{epoch.test_auc:.4f}",
             f"{epoch.samples_per_second:,.0f}",
+            f"{epoch.train_seconds:.1f}",
+            f"{epoch.preprocess_seconds:.1f}",
         )
         for record in records
         for name, side in record.sides.items()
@@ -226,6 +232,8 @@ def summary(records: Iterable[RunRecord]) -> str:
         "test loss",
         "test AUC",
         "samples/s",
+        "train s",
+        "preprocess s",
     )
     return _table(header, rows, num_text_columns=2)
 

@@ -13,7 +13,7 @@
         loss.backward()                                           # updates the tables on the way
         dense_optimizer.step()
 
-The rest of `torchrec_tpu/training.py` measures, compares, saves and resumes.
+The rest of `torchrec_tpu/training` measures, compares, saves and resumes.
 """
 
 import sys

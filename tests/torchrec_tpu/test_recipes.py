@@ -7,7 +7,9 @@ import pytest
 from criteo_format import criteo_lines, write_criteo
 
 from torchrec_tpu.recipes import DEFAULTS, RECIPES, capped, dlrm_v2_ml_100k, dlrm_v2_mlperf
-from torchrec_tpu.training import Options, build_model, open_data, our_side
+from torchrec_tpu.training import Options, build_model
+from torchrec_tpu.training.loop import open_data
+from torchrec_tpu.training.sides import our_side
 
 
 def test_mlperf_sizes_are_those_of_the_benchmark() -> None:

@@ -50,6 +50,7 @@ def record(*, auc: float = 0.75, num_sides: int = 2) -> RunRecord:
                 train_loss=0.5 + shift,
                 train_seconds=2.0,
                 samples_per_second=1234.5,
+                preprocess_seconds=0.25,
                 test_loss=0.6,
                 test_auc=auc + shift,
             )
@@ -105,7 +106,7 @@ def test_summary_has_a_line_for_each_model_and_epoch() -> None:
     assert len(lines) == 2 + 4
     assert lines[2].split("|")[1:-1] == [
         " r      ", " ours  ", "     1 ", "    30 ", "     0.5000 ", "    0.6000 ", "   0.7500 ",
-        "     1,234 ",
+        "     1,234 ", "     2.0 ", "          0.2 ",
     ]  # fmt: skip
     assert len({len(line) for line in lines}) == 1
 

@@ -12,14 +12,21 @@ import pytest
 import torch
 from criteo_format import criteo_lines, write_criteo
 from torchrec import KeyedTensor
+from torchrec.models.dlrm import DLRMTrain
 
-from torchrec_tpu import training
-from torchrec_tpu.recipes import Recipe, SparseFeature, dlrm_v2_ml_100k, dlrm_v2_mlperf
+from torchrec_tpu.recipes import (
+    Recipe,
+    SparseFeature,
+    dlrm_v2_criteo_sample,
+    dlrm_v2_ml_100k,
+    dlrm_v2_mlperf,
+)
 from torchrec_tpu.report import RunRecord
 from torchrec_tpu.snapshots import SnapshotError, Snapshots
 from torchrec_tpu.sparsecore.errors import OptimizerError, StateDictError
 from torchrec_tpu.sparsecore.optimizers import OptimizerSpec, adagrad, adam, rowwise_adagrad, sgd
-from torchrec_tpu.training import OURS, PLAIN, Options, TrainingError, UsageError, run
+from torchrec_tpu.training import Options, TrainingError, UsageError, command, run, torch_optimizer
+from torchrec_tpu.training.sides import OURS, PLAIN, Side, our_side, plain_side
 
 
 def tiny(**changes: object) -> Recipe:
@@ -112,12 +119,10 @@ def test_training_is_that_of_plain_torchrec(tmp_path: Path, spec: OptimizerSpec)
 def test_comparison_fails_when_the_two_optimizers_differ(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, plain: OptimizerSpec, figure: str
 ) -> None:
-    plain_side = training.plain_side
-
-    def other(recipe: Recipe, model: training.DLRMTrain) -> training.Side:
+    def other(recipe: Recipe, model: DLRMTrain) -> Side:
         return plain_side(dataclasses.replace(recipe, table_optimizer=plain), model)
 
-    monkeypatch.setattr(training, "plain_side", other)
+    monkeypatch.setattr("torchrec_tpu.training.loop.plain_side", other)
     assert run(options(tmp_path, compare=True)) == 1
     assert figure in record(tmp_path).comparison.failures()
 
@@ -126,9 +131,8 @@ def test_comparison_fails_when_gradients_are_scaled(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Adagrad's first step hides a wrong scale from weights and loss; its state shows it."""
-    our_side = training.our_side
 
-    def scaled(recipe: Recipe, model: training.DLRMTrain) -> training.Side:
+    def scaled(recipe: Recipe, model: DLRMTrain) -> Side:
         side = our_side(recipe, model)
 
         def double(module: object, inputs: object, output: KeyedTensor) -> None:
@@ -138,7 +142,7 @@ def test_comparison_fails_when_gradients_are_scaled(
         side.model.model.sparse_arch.embedding_bag_collection.register_forward_hook(double)
         return side
 
-    monkeypatch.setattr(training, "our_side", scaled)
+    monkeypatch.setattr("torchrec_tpu.training.loop.our_side", scaled)
     assert run(options(tmp_path, compare=True, max_steps=1)) == 1
     compared = record(tmp_path).comparison
     assert compared.early_loss < 1e-6
@@ -182,16 +186,16 @@ def test_an_interrupt_saves_after_the_step_and_can_be_resumed(
 ) -> None:
     whole, parts = tmp_path / "whole", tmp_path / "parts"
     run(options(whole, compare=True))
-    step = training.Side.step
+    step = Side.step
 
-    def interrupted(side: training.Side, batch: object) -> torch.Tensor:
+    def interrupted(side: Side, batch: object) -> torch.Tensor:
         if len(side.record.losses) == 4 and side.name == OURS:  # the other side is yet to step
             signal.raise_signal(signal.SIGINT)
         return step(side, batch)
 
     handler = signal.getsignal(signal.SIGINT)
     with monkeypatch.context() as patch:
-        patch.setattr(training.Side, "step", interrupted)
+        patch.setattr(Side, "step", interrupted)
         assert run(options(parts, compare=True)) == 130
     assert signal.getsignal(signal.SIGINT) is handler
     assert Snapshots(parts / "snapshots").load()[0] == 5
@@ -228,6 +232,13 @@ def test_a_new_run_removes_the_snapshots_of_the_old_one(tmp_path: Path) -> None:
     assert [path.stem for path in (tmp_path / "snapshots").glob("*.pt")] == ["step-000000002"]
 
 
+def test_a_train_split_without_samples_is_an_error(tmp_path: Path) -> None:
+    path = tmp_path / "empty.tsv"
+    path.write_bytes(b"")
+    with pytest.raises(TrainingError, match="no samples"):
+        run(options(tmp_path, dlrm_v2_criteo_sample(), path=path))
+
+
 def test_a_loss_that_is_not_finite_ends_the_run(tmp_path: Path) -> None:
     with pytest.raises(TrainingError, match=r"the loss is (nan|inf)"):
         run(options(tmp_path, tiny(table_optimizer=sgd(lr=1e30))))
@@ -257,7 +268,7 @@ def test_criteo_file_trains_and_reports_collisions(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     path = write_criteo(tmp_path / "a.tsv", criteo_lines(200))
-    recipe = training.RECIPES["dlrm_v2_criteo_sample"]()
+    recipe = dlrm_v2_criteo_sample()
     recipe = dataclasses.replace(recipe, num_threads=None)
     assert run(options(tmp_path / "out", recipe, path=path, compare=True)) == 0
     assert "hash collisions: " in capsys.readouterr().out
@@ -269,8 +280,8 @@ def test_criteo_file_trains_and_reports_collisions(
 
 def parsed(*argv: str) -> Options:
     parser = argparse.ArgumentParser()
-    training.add_arguments(parser)
-    return training.options_from(parser.parse_args(argv))
+    command.add_arguments(parser)
+    return command.options_from(parser.parse_args(argv))
 
 
 def test_arguments_change_the_recipe() -> None:
@@ -311,7 +322,7 @@ def test_criteo_without_a_path_is_refused(tmp_path: Path) -> None:
 def test_tables_larger_than_the_machine_are_refused_before_they_are_made(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(training, "_memory_bytes", lambda: 100 << 30)
+    monkeypatch.setattr("torchrec_tpu.training.loop._memory_bytes", lambda: 100 << 30)
     with pytest.raises(UsageError, match=r"take 194\.7 GiB, this machine has 100\.0.*--max-rows"):
         run(options(tmp_path, dlrm_v2_mlperf()))
 
@@ -322,7 +333,7 @@ def test_optimizers_that_cannot_be_compared_are_refused(tmp_path: Path) -> None:
             run(options(tmp_path, tiny(table_optimizer=spec), compare=True))
     for spec in (sgd(max_gradient=1.0), adam(weight_decay=0.1, weight_decay_mode="decoupled")):
         with pytest.raises(OptimizerError, match="no eager optimizer"):
-            training.torch_optimizer(spec, [torch.nn.Parameter(torch.zeros(1))])
+            torch_optimizer(spec, [torch.nn.Parameter(torch.zeros(1))])
 
 
 @pytest.mark.parametrize(
@@ -337,7 +348,7 @@ def test_eager_optimizers_take_the_step_of_their_rule(spec: OptimizerSpec) -> No
     slots = [
         torch.full(slot.shape(3, 8), spec.initial_value(slot)).numpy() for slot in spec.rule.slots
     ]
-    optimizer = training.torch_optimizer(spec, [weight])
+    optimizer = torch_optimizer(spec, [weight])
     for step in (1, 2):
         weight.grad = grad * step
         optimizer.step()

@@ -1,11 +1,7 @@
-"""One training run of DLRM v2 on the SparseCore path, beside plain TorchRec on request.
-
-`run(options)` is the whole of it: data, model, swap, loop, evaluation, snapshots, record, plot.
-"""
+"""A run from data to record: train, evaluate, compare, save, resume."""
 
 from __future__ import annotations
 
-import argparse
 import contextlib
 import copy
 import dataclasses
@@ -16,9 +12,8 @@ import platform
 import signal
 import sys
 import threading
-import time
 from collections import deque
-from collections.abc import Callable, Generator, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Generator, Iterator, Mapping
 from dataclasses import dataclass, field
 from datetime import UTC, datetime
 from functools import partial
@@ -29,42 +24,19 @@ from typing import Any, Literal, cast
 import numpy as np
 import torch
 import tqdm
-from torch import Tensor, nn
-from torchrec import EmbeddingBagCollection, EmbeddingBagConfig
+from torch import Tensor
 from torchrec.datasets.utils import Batch
-from torchrec.models.dlrm import DLRM_DCN, DLRMTrain
-from torchrec.modules.embedding_configs import PoolingType
-from torchrec.optim.rowwise_adagrad import RowWiseAdagrad
 
 from torchrec_tpu import report
-from torchrec_tpu.api import prepare
+from torchrec_tpu.api import StageTimes, prepare
 from torchrec_tpu.datasets import BatchStream, CriteoFile, MultiHot, Synthetic, ml_100k
 from torchrec_tpu.metrics import roc_auc
-from torchrec_tpu.recipes import DEFAULTS, RECIPES, Recipe, capped
-from torchrec_tpu.report import (
-    Comparison,
-    EpochRecord,
-    RunRecord,
-    SideRecord,
-    TableDifference,
-)
-from torchrec_tpu.sharding.embeddings import collections_in
-from torchrec_tpu.sharding.swap import swap_embeddings
+from torchrec_tpu.recipes import Recipe
+from torchrec_tpu.report import Comparison, EpochRecord, RunRecord, TableDifference
 from torchrec_tpu.snapshots import Snapshots
-from torchrec_tpu.sparsecore.errors import OptimizerError, StateDictError, TorchrecTpuError
-from torchrec_tpu.sparsecore.optimizers import OptimizerSpec
+from torchrec_tpu.sparsecore.errors import StateDictError, TorchrecTpuError
+from torchrec_tpu.training.sides import Side, build_model, differences, our_side, plain_side
 
-__all__ = [
-    "Options",
-    "add_arguments",
-    "build_model",
-    "main",
-    "options_from",
-    "run",
-    "torch_optimizer",
-]
-
-OURS, PLAIN = "torchrec_tpu", "torchrec"
 EARLY_STEPS = 20
 TOLERANCES: Mapping[str, float] = {
     "early_loss": 1e-4,
@@ -115,9 +87,6 @@ class Options:
     progress: bool = True
 
 
-# --------------------------------------------------------------------------------- data and model
-
-
 def open_data(options: Options) -> tuple[BatchStream, BatchStream]:
     """(train, test) of the recipe's data set."""
     recipe = options.recipe
@@ -156,182 +125,6 @@ def open_data(options: Options) -> tuple[BatchStream, BatchStream]:
     return read(options.path, split="train"), read(options.path, split="test", shuffle=False)
 
 
-def build_model(recipe: Recipe, *, device: torch.device | None = None) -> DLRMTrain:
-    """The recipe's DLRM v2 in plain TorchRec, initialized from the recipe's seed.
-
-    On "meta" it has shapes only, whatever its size.
-    """
-    torch.manual_seed(recipe.seed)
-    init = None if recipe.init_std is None else partial(nn.init.normal_, std=recipe.init_std)
-    tables = [
-        EmbeddingBagConfig(
-            name=f"t_{feature.key}",
-            num_embeddings=feature.num_embeddings,
-            embedding_dim=recipe.embedding_dim,
-            feature_names=[feature.key],
-            pooling=PoolingType[feature.pooling.upper()],
-            init_fn=init,
-        )
-        for feature in recipe.features
-    ]
-    return DLRMTrain(
-        DLRM_DCN(
-            EmbeddingBagCollection(tables=tables, device=device),
-            dense_in_features=recipe.num_dense,
-            dense_arch_layer_sizes=list(recipe.dense_arch),
-            over_arch_layer_sizes=list(recipe.over_arch),
-            dcn_num_layers=recipe.dcn_layers,
-            dcn_low_rank_dim=recipe.dcn_rank,
-            dense_device=device,
-        )
-    )
-
-
-def torch_optimizer(
-    spec: OptimizerSpec, parameters: Iterable[nn.Parameter]
-) -> torch.optim.Optimizer:
-    """The eager optimizer with the semantics of a spec.
-
-    Raises:
-        OptimizerError: decoupled decay or clipping, which the eager classes do not have.
-    """
-    hyper: dict[str, Any] = dict(spec.hyper)
-    if spec.max_gradient is not None or (
-        spec.weight_decay and spec.weight_decay_mode == "decoupled"
-    ):
-        raise OptimizerError(
-            f"{spec!r}: no eager optimizer clips per element or decays decoupled in this way"
-        )
-    common: dict[str, Any] = {"lr": spec.lr, "weight_decay": spec.weight_decay}
-    if spec.name == "sgd":
-        return torch.optim.SGD(parameters, **common)
-    if spec.name == "adagrad":
-        return torch.optim.Adagrad(parameters, **common, **hyper)
-    if spec.name == "rowwise_adagrad":
-        rowwise: torch.optim.Optimizer = RowWiseAdagrad(parameters, **common, **hyper)
-        return rowwise
-    betas = (hyper["beta1"], hyper["beta2"])
-    return torch.optim.Adam(parameters, betas=betas, eps=hyper["eps"], **common)
-
-
-@dataclass(slots=True, kw_only=True)
-class Side:
-    """A model with its optimizers, and what it has done so far."""
-
-    name: str
-    model: DLRMTrain
-    optimizers: dict[str, torch.optim.Optimizer]
-    tables: dict[str, nn.Parameter]
-    table_state: Callable[[], dict[str, list[Tensor]]]  # optimizer state of each table, now
-    record: SideRecord
-
-    def step(self, batch: Batch) -> Tensor:
-        """One training step; returns the logits (B,)."""
-        logits: Tensor
-        start = time.perf_counter()
-        for optimizer in self.optimizers.values():
-            optimizer.zero_grad()
-        loss, (_, logits, _) = self.model(batch)
-        loss.backward()
-        for optimizer in self.optimizers.values():
-            optimizer.step()
-        self.record.losses.append(float(loss.detach()))
-        self.record.step_seconds.append(time.perf_counter() - start)
-        return logits
-
-    def evaluate(self, batches: Iterable[Batch]) -> tuple[float, float]:
-        """(mean loss, AUC) over batches, in evaluation mode."""
-        self.model.eval()
-        total, labels, logits = 0.0, [], []
-        with torch.no_grad():
-            for batch in batches:
-                loss, (_, batch_logits, batch_labels) = self.model(batch)
-                total += float(loss) * len(batch_labels)
-                labels.append(batch_labels.numpy())
-                logits.append(batch_logits.numpy())
-        self.model.train()
-        if not labels:
-            return math.nan, math.nan
-        labels_N, logits_N = np.concatenate(labels), np.concatenate(logits)
-        return total / len(labels_N), roc_auc(labels_N, logits_N)
-
-    def state_dict(self) -> dict[str, Any]:
-        """Everything that a later run needs to go on with the same bits."""
-        return {
-            "model": self.model.state_dict(),
-            "optimizers": {name: o.state_dict() for name, o in self.optimizers.items()},
-        }
-
-    def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """The inverse of `state_dict`, in place."""
-        self.model.load_state_dict(state["model"])
-        for name, optimizer in self.optimizers.items():
-            optimizer.load_state_dict(state["optimizers"][name])
-
-
-def _table_parameters(model: nn.Module) -> dict[str, nn.Parameter]:
-    """Table name -> weight, in an eager or in a SparseCore collection."""
-    marker = "embedding_bags."
-    return {
-        name.split(marker)[1].removesuffix(".weight"): parameter
-        for name, parameter in model.named_parameters()
-        if marker in name
-    }
-
-
-def our_side(recipe: Recipe, model: DLRMTrain) -> Side:
-    """The model with its tables on the SparseCore path; they are updated during backward."""
-    print(swap_embeddings(model, optimizer=recipe.table_optimizer))
-    tables = _table_parameters(model)
-    on_tables = {id(parameter) for parameter in tables.values()}
-    dense = [parameter for parameter in model.parameters() if id(parameter) not in on_tables]
-    optimizers: dict[str, torch.optim.Optimizer] = {
-        "dense": torch_optimizer(recipe.dense_optimizer, dense)
-    }
-    fused = {fqn: collection.fused_optimizer for fqn, collection in collections_in(model)}
-    optimizers.update(fused)
-    return Side(
-        name=OURS,
-        model=model,
-        optimizers=optimizers,
-        tables=tables,
-        table_state=lambda: {
-            name: optimizer.slots(name) for optimizer in fused.values() for name in tables
-        },
-        record=SideRecord(),
-    )
-
-
-def plain_side(recipe: Recipe, model: DLRMTrain) -> Side:
-    """The model as TorchRec runs it eagerly, with optimizers of the same semantics."""
-    if recipe.table_optimizer.name == "adam" or recipe.table_optimizer.weight_decay:
-        raise OptimizerError(
-            f"{recipe.table_optimizer!r}: the eager optimizer also moves rows that no batch has "
-            "touched, the fused one does not, so the two cannot be compared"
-        )
-    tables = _table_parameters(model)
-    on_tables = {id(parameter) for parameter in tables.values()}
-    dense = [parameter for parameter in model.parameters() if id(parameter) not in on_tables]
-    of_tables = torch_optimizer(recipe.table_optimizer, tables.values())
-    return Side(
-        name=PLAIN,
-        model=model,
-        optimizers={
-            "dense": torch_optimizer(recipe.dense_optimizer, dense),
-            "tables": of_tables,
-        },
-        tables=tables,
-        table_state=lambda: {
-            name: [of_tables.state[weight]["sum"]] if of_tables.state[weight] else []
-            for name, weight in tables.items()
-        },
-        record=SideRecord(),
-    )
-
-
-# ----------------------------------------------------------------------------------------- the run
-
-
 @dataclass(slots=True, kw_only=True)
 class Run:
     """A run in progress."""
@@ -346,6 +139,7 @@ class Run:
     batch: int = 0  # batches done in it
     differences: dict[str, dict[str, TableDifference]] = field(default_factory=dict)
     interrupted: bool = False  # asked to stop after the step that is being done
+    times: StageTimes = field(default_factory=StageTimes)  # of the prefetch thread, this epoch
 
     @property
     def num_steps(self) -> int:
@@ -438,7 +232,9 @@ class Run:
             bar = stack.enter_context(self._progress_bar())
             loader = self.train.batches(self.epoch, start=self.batch)
             # Closing the iterator ends the prefetch thread when the loop is left early.
-            batches = cast("Generator[Batch]", iter(prepare(loader, ours.model)))
+            prepared = prepare(loader, ours.model)
+            batches = cast("Generator[Batch]", iter(prepared))
+            self.times = prepared.times
             stack.enter_context(contextlib.closing(batches))
             for batch in batches:
                 logits, *_ = [side.step(batch) for side in self.sides]
@@ -452,7 +248,7 @@ class Run:
                         f"(now {self.options.recipe.table_optimizer})"
                     )
                 if len(self.sides) > 1 and self.num_steps in (1, EARLY_STEPS):
-                    self.differences[f"step {self.num_steps}"] = _differences(*self.sides)
+                    self.differences[f"step {self.num_steps}"] = differences(*self.sides)
                 recent.append((batch.labels, logits))
                 num_recent += size
                 while num_recent - len(recent[0][0]) >= AUC_WINDOW:
@@ -480,6 +276,8 @@ class Run:
         )
 
     def _finish_epoch(self) -> None:
+        if not self.batch:
+            raise TrainingError("the train split has no samples")
         steps = slice(self.num_steps - self.batch, None)
         samples = np.array(self.record.step_samples[steps])
         for side in self.sides:
@@ -492,6 +290,9 @@ class Run:
                     train_loss=float(np.average(side.record.losses[steps], weights=samples)),
                     train_seconds=seconds,
                     samples_per_second=float(samples.sum() / seconds),
+                    preprocess_seconds=(
+                        self.times.preprocess_seconds if side is self.sides[0] else 0.0
+                    ),
                     test_loss=test_loss,
                     test_auc=test_auc,
                 )
@@ -508,7 +309,7 @@ class Run:
         if len(self.sides) == 1 or not self.num_steps:
             return
         ours, plain = (side.record for side in self.sides)
-        now = _differences(*self.sides)
+        now = differences(*self.sides)
         steps = min(EARLY_STEPS, self.num_steps)
         losses = np.abs(np.subtract(ours.losses, plain.losses))
         aucs = [
@@ -522,28 +323,6 @@ class Run:
             tables={"step 1": now, f"step {steps}": now, **self.differences, "end": now},
             tolerances=dict(TOLERANCES),
         )
-
-
-def _differences(ours: Side, plain: Side) -> dict[str, TableDifference]:
-    """How far each table and its state are apart now."""
-    our_state, plain_state = ours.table_state(), plain.table_state()
-    found = {}
-    for name, weight in ours.tables.items():
-        weight_max, weight_norm = _distance([weight.detach()], [plain.tables[name].detach()])
-        state_max, state_norm = _distance(our_state[name], plain_state[name])
-        found[name] = TableDifference(
-            weight=weight_max, weight_norm=weight_norm, state=state_max, state_norm=state_norm
-        )
-    return found
-
-
-def _distance(ours: Sequence[Tensor], plain: Sequence[Tensor]) -> tuple[float, float]:
-    """(largest absolute difference, norm of the difference / norm of `plain`)."""
-    if not ours and not plain:
-        return 0.0, 0.0
-    a, b = (torch.cat([tensor.reshape(-1) for tensor in side]) for side in (ours, plain))
-    norm = float(b.norm())
-    return float((a - b).abs().max()), float((a - b).norm()) / norm if norm else math.nan
 
 
 def run(options: Options) -> int:
@@ -700,85 +479,3 @@ def _memory_bytes() -> int | None:
     with contextlib.suppress(AttributeError, ValueError, OSError):
         return os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
     return None
-
-
-# ------------------------------------------------------------------------------------- command line
-
-
-def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """The options of a run."""
-    add = parser.add_argument
-    add("--data", choices=sorted(DEFAULTS), help="data set; ml-100k unless a recipe says otherwise")
-    add("--recipe", choices=list(RECIPES), help="whole-run configuration; default: the data set's")
-    add("--path", type=Path, help="Criteo file (TSV, or CSV with header; .gz too), ml-100k folder")
-    add("--test-path", type=Path, help="Criteo file to test on; default: a tenth of --path")
-    add("--split", choices=("random", "time"), default="random", help="of ml-100k")
-    add("--epochs", type=int)
-    add("--batch-size", type=int)
-    add("--lr", type=float, help="of the tables")
-    add("--dense-lr", type=float, help="of everything else")
-    add("--seed", type=int, help="of weights, order and synthetic data")
-    add("--threads", dest="num_threads", type=int, help="of PyTorch; default: the recipe's")
-    add("--max-rows", type=int, help="cap of the rows of every table")
-    add("--exponent", type=float, help="skew of synthetic ids")
-    add("--steps", type=int, help="end after this many steps in all")
-    add("--steps-per-epoch", type=int, help="of synthetic data")
-    add("--snapshot-steps", type=int, help="steps between snapshots, besides one every epoch")
-    add("--out", type=Path, help="folder of the results; default: runs/<recipe>")
-    add("--resume", action="store_true", help="go on from the newest snapshot in --out")
-    add("--compare-torchrec", action="store_true", help="train plain TorchRec beside it")
-    add("--no-plot", action="store_true")
-    add("--no-progress", action="store_true")
-
-
-def options_from(args: argparse.Namespace) -> Options:
-    """The options that parsed arguments ask for.
-
-    Raises:
-        UsageError: arguments that contradict each other.
-    """
-    recipe = RECIPES[args.recipe or DEFAULTS[args.data or "ml-100k"]]()
-    if args.data is not None and args.data != recipe.data:
-        raise UsageError(f"recipe {recipe.name} is for {recipe.data} data, not {args.data}")
-    changes: dict[str, Any] = {
-        name: value
-        for name in ("epochs", "batch_size", "seed", "num_threads", "exponent", "steps_per_epoch")
-        if (value := getattr(args, name)) is not None
-    }
-    for argument, field_name in (("lr", "table_optimizer"), ("dense_lr", "dense_optimizer")):
-        if (lr := getattr(args, argument)) is not None:
-            changes[field_name] = dataclasses.replace(getattr(recipe, field_name), lr=lr)
-    recipe = dataclasses.replace(recipe, **changes)
-    if args.max_rows is not None:
-        if recipe.data == "ml-100k":
-            raise UsageError("--max-rows is for hashed and synthetic ids; ml-100k has fixed ones")
-        recipe = capped(recipe, max_rows=args.max_rows)
-    return Options(
-        recipe=recipe,
-        out=args.out or Path("runs") / recipe.name,
-        path=args.path,
-        test_path=args.test_path,
-        split=args.split,
-        max_steps=args.steps,
-        snapshot_steps=args.snapshot_steps,
-        resume=args.resume,
-        compare=args.compare_torchrec,
-        plot=not args.no_plot,
-        progress=not args.no_progress,
-    )
-
-
-def main(argv: Sequence[str] | None = None, *, description: str | None = None) -> int:
-    """Parses the command line and runs."""
-    parser = argparse.ArgumentParser(description=description)
-    add_arguments(parser)
-    return command(parser.parse_args(argv))
-
-
-def command(args: argparse.Namespace) -> int:
-    """Runs with parsed arguments; an error that the user can mend is printed, not traced."""
-    try:
-        return run(options_from(args))
-    except TorchrecTpuError as error:
-        print(f"error: {error}", file=sys.stderr)
-        return 2
