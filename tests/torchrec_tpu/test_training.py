@@ -314,6 +314,18 @@ def test_arguments_that_contradict_each_other_are_refused(argv: list[str], probl
         parsed(*argv)
 
 
+@pytest.mark.parametrize(
+    "argv",
+    ["--steps 0", "--epochs -1", "--batch-size x", "--exponent -1", "--exponent nan", "--seed -1"],
+)
+def test_numbers_outside_their_range_are_refused(
+    argv: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    with pytest.raises(SystemExit):
+        parsed(*argv.split())
+    assert f"argument {argv.split(maxsplit=1)[0]}" in capsys.readouterr().err
+
+
 def test_criteo_without_a_path_is_refused(tmp_path: Path) -> None:
     with pytest.raises(UsageError, match="--path"):
         run(options(tmp_path, dataclasses.replace(tiny(), data="criteo")))

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import dataclasses
+import math
 import sys
 from collections.abc import Sequence
 from pathlib import Path
@@ -22,22 +23,43 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add("--path", type=Path, help="Criteo file (TSV, or CSV with header; .gz too), ml-100k folder")
     add("--test-path", type=Path, help="Criteo file to test on; default: a tenth of --path")
     add("--split", choices=("random", "time"), default="random", help="of ml-100k")
-    add("--epochs", type=int)
-    add("--batch-size", type=int)
+    add("--epochs", type=_positive)
+    add("--batch-size", type=_positive)
     add("--lr", type=float, help="of the tables")
     add("--dense-lr", type=float, help="of everything else")
-    add("--seed", type=int, help="of weights, order and synthetic data")
-    add("--threads", dest="num_threads", type=int, help="of PyTorch; default: the recipe's")
-    add("--max-rows", type=int, help="cap of the rows of every table")
-    add("--exponent", type=float, help="skew of synthetic ids")
-    add("--steps", type=int, help="end after this many steps in all")
-    add("--steps-per-epoch", type=int, help="of synthetic data")
-    add("--snapshot-steps", type=int, help="steps between snapshots, besides one every epoch")
+    add("--seed", type=_seed, help="of weights, order and synthetic data")
+    add("--threads", dest="num_threads", type=_positive, help="of PyTorch; default: the recipe's")
+    add("--max-rows", type=_positive, help="cap of the rows of every table")
+    add("--exponent", type=_not_negative, help="skew of synthetic ids")
+    add("--steps", type=_positive, help="end after this many steps in all")
+    add("--steps-per-epoch", type=_positive, help="of synthetic data")
+    add("--snapshot-steps", type=_positive, help="steps between snapshots, besides one every epoch")
     add("--out", type=Path, help="folder of the results; default: runs/<recipe>")
     add("--resume", action="store_true", help="go on from the newest snapshot in --out")
     add("--compare-torchrec", action="store_true", help="train plain TorchRec beside it")
     add("--no-plot", action="store_true")
     add("--no-progress", action="store_true")
+
+
+def _positive(text: str) -> int:
+    value = int(text)
+    if value < 1:
+        raise argparse.ArgumentTypeError(f"{value} is not at least 1")
+    return value
+
+
+def _seed(text: str) -> int:
+    value = int(text)
+    if value < 0:
+        raise argparse.ArgumentTypeError(f"{value} is negative")
+    return value
+
+
+def _not_negative(text: str) -> float:
+    value = float(text)
+    if not 0 <= value < math.inf:
+        raise argparse.ArgumentTypeError(f"{value} is not a number from 0 up")
+    return value
 
 
 def options_from(args: argparse.Namespace) -> Options:
