@@ -47,7 +47,7 @@ CACHE_VARIABLE: Final = "TORCHREC_TPU_CACHE"
 
 DEADLINE_SECONDS: Final = 1800.0
 
-_FORMAT: Final = 1  # of a kept result
+_FORMAT: Final = 2  # of a kept result
 _TAIL_LINES: Final = 12
 
 
@@ -282,7 +282,7 @@ def main(directory: Path) -> None:
     except adapter.CompilerRefusal as refusal:
         result["refusal"] = str(refusal)
     else:
-        (scheduled,) = (directory / "dump").glob("*.after_optimizations.txt")
+        (scheduled,) = (directory / "dump").glob("*.after_codegen.txt")
         result.update(asdict(executable), text=scheduled.read_text())
     written = directory / "result.json.new"
     written.write_text(json.dumps(result))

@@ -234,7 +234,7 @@ def parse(text: str) -> Schedule:
     if "is_scheduled=true" not in header or not entry:
         raise CompileError(
             f"this is no scheduled HLO module; it begins with {text[:80]!r}. Parse the text of a "
-            "Compiled, or XLA's dump file *.after_optimizations.txt"
+            "Compiled, or XLA's dump file *.after_codegen.txt"
         )
     cycles = [module.cycles(instruction) for instruction in entry]
     dots = [module.dots(instruction) for instruction in entry]
