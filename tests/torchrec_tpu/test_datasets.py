@@ -157,6 +157,44 @@ def test_criteo_reads_windows_line_ends_and_a_last_line_without_end(tmp_path: Pa
     assert same(one, two)
 
 
+@pytest.mark.parametrize(
+    ("change", "column"),
+    [
+        (lambda names: [names[0], names[2], names[1], *names[3:]], "I1"),
+        (lambda names: names[:-1], "C26"),
+        (lambda names: [*names, "C27"], ""),
+    ],
+)
+def test_criteo_refuses_a_header_in_another_order(tmp_path: Path, change, column: str) -> None:
+    names = ["label", *(f"I{i}" for i in range(1, 14)), *CRITEO_KEYS]
+    path = write_criteo(
+        tmp_path / "a.csv", [",".join(change(names)), *criteo_lines(2, separator=",")]
+    )
+    with pytest.raises(DataFormatError, match="the header has") as caught:
+        list(CriteoFile(path, num_embeddings=10, batch_size=2).batches(0))
+    assert (caught.value.line, caught.value.column) == (1, column)
+
+
+def test_criteo_damaged_gzip_is_a_typed_error(tmp_path: Path) -> None:
+    path = write_criteo(tmp_path / "a.gz", criteo_lines(500))
+    whole = path.read_bytes()
+    path.write_bytes(whole[: len(whole) // 2])
+    with pytest.raises(DataFormatError, match="compressed data is damaged"):
+        list(CriteoFile(path, num_embeddings=10, batch_size=2).batches(0))
+    broken = bytearray(whole)
+    broken[len(whole) // 2] ^= 255
+    path.write_bytes(broken)
+    with pytest.raises(DataFormatError):
+        list(CriteoFile(path, num_embeddings=10, batch_size=2).batches(0))
+
+
+def test_criteo_refuses_a_file_without_line_ends(tmp_path: Path) -> None:
+    path = tmp_path / "image.raw"
+    path.write_bytes(b"\0" * (6 << 20))
+    with pytest.raises(DataFormatError, match="no end of line"):
+        list(CriteoFile(path, num_embeddings=10, batch_size=2).batches(0))
+
+
 def test_criteo_file_that_is_empty_or_only_a_header_has_no_batches(tmp_path: Path) -> None:
     for header in (False, True):
         path = tmp_path / "empty"
@@ -238,7 +276,7 @@ def test_criteo_memory_does_not_grow_with_the_file(
     assert peak(60) < 2_000_000
 
 
-@pytest.mark.parametrize("wrong", [[5] * 25, [5] * 25 + [0], 0])
+@pytest.mark.parametrize("wrong", [[5] * 25, [5] * 25 + [0], 0, 2**31])
 def test_criteo_refuses_impossible_tables(tmp_path: Path, wrong: int | list[int]) -> None:
     path = write_criteo(tmp_path / "a.tsv", criteo_lines(1))
     with pytest.raises(ValueError, match="26 numbers"):

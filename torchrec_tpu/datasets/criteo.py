@@ -5,9 +5,12 @@ Shapes: N lines, C columns, F = 26 categorical features, D = 13 dense features.
 
 from __future__ import annotations
 
+import contextlib
 import gzip
+import zlib
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from itertools import zip_longest
 from pathlib import Path
 from typing import IO, Literal, cast
 
@@ -30,6 +33,7 @@ CRITEO_DENSE_KEYS = tuple(f"I{i}" for i in range(1, 14))
 CRITEO_KEYS = tuple(f"C{i}" for i in range(1, 27))
 _CRITEO_COLUMNS = ("label", *CRITEO_DENSE_KEYS, *CRITEO_KEYS)
 _CHUNK_BYTES = 4 << 20
+_MAX_LINE_BYTES = 1 << 20  # real lines have a few hundred
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -95,8 +99,8 @@ class CriteoFile(BatchStream):
         if not self.path.is_file():
             raise DataNotFoundError(f"{self.path}: no such file; pass a Criteo TSV or CSV file")
         rows = [num_embeddings] * 26 if isinstance(num_embeddings, int) else list(num_embeddings)
-        if len(rows) != len(CRITEO_KEYS) or min(rows) < 1:
-            raise ValueError(f"num_embeddings: need 26 numbers of at least 1, got {rows}")
+        if len(rows) != len(CRITEO_KEYS) or not 1 <= min(rows) <= max(rows) < 2**31:
+            raise ValueError(f"num_embeddings: need 26 numbers from 1 to 2^31 - 1, got {rows}")
         if split not in ("all", "train", "test"):
             raise ValueError(f'split={split!r}: must be "all", "train" or "test"')
         self.num_embeddings = tuple(rows)
@@ -170,14 +174,18 @@ class CriteoFile(BatchStream):
 
     def _parsed(self, skip_rows: int) -> Iterator[_Rows]:
         with _open(self.path) as file:
-            head = file.readline()
+            with self._reading(1):
+                head = file.readline(_MAX_LINE_BYTES)
             separator = b"\t" if b"\t" in head else b","
             has_header = head.split(separator)[0].strip().lower() == b"label"
+            if has_header:
+                self._check_header(head.strip().split(separator))
             line = 2 if has_header else 1  # number of the next line
             row = 0  # 0-based number of the next data line, over all splits
             rest = b"" if has_header else head
             while True:
-                chunk = file.read(_CHUNK_BYTES)
+                with self._reading(line):
+                    chunk = file.read(_CHUNK_BYTES)
                 text = rest + chunk
                 if not text:
                     return
@@ -188,7 +196,10 @@ class CriteoFile(BatchStream):
                     text, rest = text.rstrip(b"\r\n") + b"\n", b""
                     if text == b"\n":
                         return
-                if not text:  # a line longer than a chunk
+                if len(rest) > _MAX_LINE_BYTES:
+                    problem = f"no end of line in {len(rest):,} bytes; is this a Criteo file?"
+                    raise DataFormatError(self.path, line + text.count(b"\n"), "", problem)
+                if not text:
                     continue
                 num_lines = text.count(b"\n")
                 wanted = self._in_split(np.arange(row, row + num_lines, dtype=np.uint64))
@@ -203,6 +214,24 @@ class CriteoFile(BatchStream):
                 row += num_lines
                 if not chunk:
                     return
+
+    @contextlib.contextmanager
+    def _reading(self, line: int) -> Iterator[None]:
+        try:
+            yield
+        except (EOFError, gzip.BadGzipFile, zlib.error) as error:
+            problem = f"the compressed data is damaged from here on: {error}"
+            raise DataFormatError(self.path, line, "", problem) from None
+
+    def _check_header(self, names: Sequence[bytes]) -> None:
+        for found, wanted in zip_longest(names, _CRITEO_COLUMNS, fillvalue=""):
+            name = found.decode("latin-1").strip() if isinstance(found, bytes) else found
+            if name.lower() != wanted.lower():
+                problem = (
+                    f"the header has {name!r} in place of {wanted!r}; expected are label, I1..I13, "
+                    "C1..C26, in this order"
+                )
+                raise DataFormatError(self.path, 1, wanted, problem)
 
     def _in_split(self, row_N: npt.NDArray[np.uint64]) -> npt.NDArray[np.bool_]:
         if self.split == "all":
