@@ -61,13 +61,17 @@ struct CompactItem {
   std::int64_t row_stride;
 };
 
-// Applies one optimizer step to rows of one partition of one table. Entries are sorted by row;
-// those of one row are summed in their order first. rows[num_entries] differs from all others.
+// Entries may be prefetched this far behind the end of an update item's lists.
+inline constexpr int kMaxAhead = 32;
+
+// Applies one optimizer step to rows of one partition of one table, once each, with the sum of
+// their entries' gain * gradient, in the order of the entries.
 struct UpdateItem {
-  const std::uint32_t* rows;       // local row, without the table's row offset
-  const std::uint32_t* grad_rows;  // row of grad
+  std::int64_t num_rows;
+  const std::uint32_t* rows;       // (num_rows + kMaxAhead) without the table's row offset
+  const std::uint32_t* starts;     // (num_rows + 1) first entry of each row
+  const std::uint32_t* grad_rows;  // (starts[num_rows] + kMaxAhead) row of grad
   const float* gains;
-  std::int64_t num_entries;
   const float* grad;
   std::int64_t grad_stride;
   // Row r starts at table + r * row_stride; the same in a row slot; r * scalar_stride in a scalar

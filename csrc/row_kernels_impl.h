@@ -69,52 +69,54 @@ struct Columns {
 
 // ---- lookup ----
 
-// Walks the entries of all runs some distance ahead of their use and prefetches their rows.
-class RowPrefetcher {
- public:
-  RowPrefetcher(const LookupItem& item, std::int64_t distance) : item_(item) {
-    NextRun(0);
-    for (; distance > 0; --distance) Step();
-  }
-
-  void Step() {
-    if (entry_ == end_) return;
-    const std::int32_t id = item_.ids[entry_];
-    if (id != last_id_)
-      Prefetch<false>(item_.table + base_ + id * item_.num_cores * item_.dim, item_.num_columns);
-    last_id_ = id;
-    if (++entry_ == end_) NextRun(partition_ + 1);
-  }
-
- private:
-  void NextRun(std::int64_t partition);
-
-  const LookupItem& item_;
-  std::int64_t partition_ = 0;
-  std::int64_t entry_ = 0;
-  std::int64_t end_ = 0;
-  std::int64_t base_ = 0;
-  std::int32_t last_id_ = -1;
-};
-
 // Float offset, from the item's table, of a partition's local row 0 in its columns (it may lie
 // before the table: only rows from row_offset on exist).
-std::int64_t PartitionBase(const LookupItem& item, std::int64_t partition) {
+inline std::int64_t PartitionBase(const LookupItem& item, std::int64_t partition) {
   std::int64_t first_id = partition - item.rotation;
   if (first_id < 0) first_id += item.num_cores;
   return (first_id - item.row_offset * item.num_cores) * item.dim + item.column;
 }
 
-void RowPrefetcher::NextRun(std::int64_t partition) {
-  while (partition < item_.num_cores && item_.run_begins[partition] == item_.run_ends[partition])
-    ++partition;
-  if (partition == item_.num_cores) return;
-  partition_ = partition;
-  entry_ = item_.run_begins[partition];
-  end_ = item_.run_ends[partition];
-  base_ = PartitionBase(item_, partition);
-  last_id_ = -1;
-}
+// Walks the entries of all runs some distance ahead of their use and prefetches their rows.
+template <int kVectors>
+class RowPrefetcher {
+ public:
+  explicit RowPrefetcher(const LookupItem& item) : item_(item) {
+    NextRun(0);
+    constexpr int kAhead = kVectors >= 8 ? 12 : kVectors >= 4 ? 24 : 48;
+    for (int i = 0; i < kAhead; ++i) Step();
+  }
+
+  void Step() {
+    if (entry_ == end_) return;
+    const float* row = base_ + item_.ids[entry_] * item_.num_cores * item_.dim;
+    if constexpr (kVectors == 1) {  // one line: fetching it again costs less than a wrong branch
+      __builtin_prefetch(row);
+    } else {
+      if (row != last_) Prefetch<false>(row, kVectors ? kVectors * kLaneFloats : item_.num_columns);
+      last_ = row;
+    }
+    if (++entry_ == end_) NextRun(partition_ + 1);
+  }
+
+ private:
+  void NextRun(std::int64_t partition) {
+    while (partition < item_.num_cores && item_.run_begins[partition] == item_.run_ends[partition])
+      ++partition;
+    if (partition == item_.num_cores) return;
+    partition_ = partition;
+    entry_ = item_.run_begins[partition];
+    end_ = item_.run_ends[partition];
+    base_ = item_.table + PartitionBase(item_, partition);
+  }
+
+  const LookupItem& item_;
+  std::int64_t partition_ = 0;
+  std::int64_t entry_ = 0;
+  std::int64_t end_ = 0;
+  const float* base_ = nullptr;
+  const float* last_ = nullptr;
+};
 
 // Whether no sample has two entries; sets the bits of the rows that have one.
 bool TakeOnce(const LookupItem& item) {
@@ -133,31 +135,33 @@ bool TakeOnce(const LookupItem& item) {
   return true;
 }
 
-// Calls visit(entry, row vectors) for every entry, the row's columns loaded once per run of equal
-// ids.
+// Calls visit(entry, row vectors) for every entry. Wide rows are loaded once per run of equal ids.
 template <int kVectors, class Visit>
 void ForEachEntry(const LookupItem& item, const Visit& visit) {
-  constexpr std::int64_t kAhead = kVectors >= 8 ? 12 : 24;
+  constexpr int kCount = kVectors ? kVectors : 1;
   const Columns<kVectors> columns(item.num_columns);
-  RowPrefetcher prefetcher(item, kAhead);
+  RowPrefetcher<kVectors> prefetcher(item);
   for (std::int64_t p = 0; p < item.num_cores; ++p) {
     const std::int64_t end = item.run_ends[p];
-    const std::int64_t base = PartitionBase(item, p);
+    const float* base = item.table + PartitionBase(item, p);
     for (std::int64_t i = item.run_begins[p]; i < end;) {
       const std::int32_t id = item.ids[i];
-      const float* row = item.table + base + id * item.num_cores * item.dim;
-      Vec values[kVectors ? kVectors : 1];
-      for (std::int64_t k = 0; k < columns.size(); ++k) values[k] = columns.Load(row, k);
+      const float* row = base + id * item.num_cores * item.dim;
+      Vec values[kCount];
+      for (int k = 0; k < kCount; ++k) values[k] = columns.Load(row, k);
       do {
         prefetcher.Step();
         visit(i, values);
-      } while (++i < end && item.ids[i] == id);
+        ++i;
+      } while (kVectors > 2 && i < end && item.ids[i] == id);
     }
   }
 }
 
 template <int kVectors>
-void LookupColumns(const LookupItem& item) {
+void LookupColumns(const LookupItem& shared) {
+  const LookupItem item = shared;  // a copy: vector stores may alias `shared`, not this
+  constexpr int kCount = kVectors ? kVectors : 1;
   const Columns<kVectors> columns(item.num_columns);
   const auto write = [&](float* out, std::int64_t k, Vec v) {
     item.stream ? v.Stream(out + k * kLaneFloats) : columns.Store(out, k, v);
@@ -172,7 +176,7 @@ void LookupColumns(const LookupItem& item) {
       while (sample - range->begin >= range->count) ++range;
       float* out = out_of(*range, sample - range->begin);
       const Vec gain(item.gains[i]);
-      for (std::int64_t k = 0; k < columns.size(); ++k)
+      for (int k = 0; k < kCount; ++k)
         write(out, k, Vec(0.0f) + gain * values[k]);  // as the sum below: -0 becomes 0
     });
     for (std::int64_t r = 0; r < item.num_ranges; ++r) {
@@ -180,16 +184,16 @@ void LookupColumns(const LookupItem& item) {
       for (std::int64_t s = 0; s < range.count; ++s) {
         const std::int64_t row = range.begin - item.first_sample + s;
         if (item.taken[row / 64] >> (row % 64) & 1) continue;
-        for (std::int64_t k = 0; k < columns.size(); ++k) write(out_of(range, s), k, Vec(0.0f));
+        for (int k = 0; k < kCount; ++k) write(out_of(range, s), k, Vec(0.0f));
       }
     }
   } else {
-    const std::int64_t stride = columns.size() * kLaneFloats;
+    constexpr std::int64_t stride = kCount * kLaneFloats;
     std::memset(item.slab, 0, static_cast<std::size_t>(item.num_rows * stride) * sizeof(float));
     ForEachEntry<kVectors>(item, [&](std::int64_t i, const Vec* values) {
       float* sum = item.slab + (item.samples[i] - item.first_sample) * stride;
       const Vec gain(item.gains[i]);
-      for (std::int64_t k = 0; k < columns.size(); ++k) {
+      for (int k = 0; k < kCount; ++k) {
         float* p = sum + k * kLaneFloats;
         (Vec::Load(p) + gain * values[k]).Store(p);
       }
@@ -198,7 +202,7 @@ void LookupColumns(const LookupItem& item) {
       const SampleRange& range = item.ranges[r];
       const float* sum = item.slab + (range.begin - item.first_sample) * stride;
       for (std::int64_t s = 0; s < range.count; ++s, sum += stride)
-        for (std::int64_t k = 0; k < columns.size(); ++k)
+        for (int k = 0; k < kCount; ++k)
           write(out_of(range, s), k, Vec::Load(sum + k * kLaneFloats));
     }
   }
@@ -276,47 +280,54 @@ void ApplyRule(const UpdateItem& item, const Columns<kVectors>& columns, std::in
 }
 
 template <class Rule, int kVectors>
-void UpdateRows(const UpdateItem& item) {
-  constexpr std::int64_t kAhead = kVectors >= 8 ? 4 : kVectors >= 4 ? 8 : 16;
+void UpdateRows(const UpdateItem& shared) {
+  const UpdateItem item = shared;  // a copy: vector stores may alias `shared`, not this
+  // Measured: more lines in flight than the core can track cost more than they hide.
+  constexpr std::int64_t kRowsAhead = kVectors >= 8 ? 2 : kVectors >= 4 ? 4 : 16;
+  constexpr std::int64_t kGradsAhead = kVectors >= 8 ? 4 : kVectors >= 4 ? 8 : 16;
+  static_assert(kRowsAhead <= kMaxAhead && kGradsAhead <= kMaxAhead);
   const Columns<kVectors> columns(item.dim);
-  float operands[Rule::kNumOperands + 1];  // a copy: stores to rows cannot change it
+  const std::int64_t num_columns = kVectors ? kVectors * kLaneFloats : item.dim;
+  float operands[Rule::kNumOperands + 1];
   for (int i = 0; i < Rule::kNumOperands; ++i) operands[i] = item.operands[i];
-  const std::uint32_t* rows = item.rows;
   const auto gradient = [&](std::int64_t i) {
     return item.grad + static_cast<std::int64_t>(item.grad_rows[i]) * item.grad_stride;
   };
-  const auto prefetch = [&](std::int64_t i) {
-    if (i >= item.num_entries) return;
-    Prefetch<false>(gradient(i), item.dim);
-    if (rows[i] == rows[i - 1]) return;
-    const auto row = static_cast<std::int64_t>(rows[i]);
-    Prefetch<true>(item.table + row * item.row_stride, item.dim);
+  const auto prefetch_row = [&](std::int64_t row) {
+    Prefetch<true>(item.table + row * item.row_stride, num_columns);
     for (int s = 0; s < Rule::kNumRowSlots; ++s)
-      Prefetch<true>(item.row_slots[s] + row * item.row_stride, item.dim);
+      Prefetch<true>(item.row_slots[s] + row * item.row_stride, num_columns);
     for (int s = 0; s < Rule::kNumScalarSlots; ++s)
       __builtin_prefetch(item.scalar_slots[s] + row * item.scalar_stride, 1, 3);
   };
-  for (std::int64_t i = 0; i < item.num_entries;) {
-    const std::uint32_t row = rows[i];
-    Vec sums[kVectors ? kVectors : 1];
-    const auto sum = [&](std::int64_t k) {
-      return kVectors ? sums[k] : Vec::Load(item.sum + k * kLaneFloats);
-    };
-    const auto set_sum = [&](std::int64_t k, Vec v) {
-      if constexpr (kVectors)
-        sums[k] = v;
-      else
-        v.Store(item.sum + k * kLaneFloats);
-    };
+  for (std::int64_t u = 0; u < kRowsAhead; ++u) prefetch_row(item.rows[u]);
+  for (std::int64_t i = 0; i < kGradsAhead; ++i) Prefetch<false>(gradient(i), num_columns);
+  Vec sums[kVectors ? kVectors : 1];
+  const auto sum = [&](std::int64_t k) {
+    if constexpr (kVectors)
+      return sums[k];
+    else
+      return Vec::Load(item.sum + k * kLaneFloats);
+  };
+  const auto set_sum = [&](std::int64_t k, Vec v) {
+    if constexpr (kVectors)
+      sums[k] = v;
+    else
+      v.Store(item.sum + k * kLaneFloats);
+  };
+  std::int64_t i = 0;
+  for (std::int64_t u = 0; u < item.num_rows; ++u) {
+    prefetch_row(item.rows[u + kRowsAhead]);
     for (std::int64_t k = 0; k < columns.size(); ++k) set_sum(k, Vec(0.0f));
+    const std::int64_t end = item.starts[u + 1];
     do {
-      prefetch(i + kAhead);
+      Prefetch<false>(gradient(i + kGradsAhead), num_columns);
       const float* from = gradient(i);
       const Vec gain(item.gains[i]);
       for (std::int64_t k = 0; k < columns.size(); ++k)
         set_sum(k, sum(k) + gain * columns.Load(from, k));
-    } while (rows[++i] == row);
-    ApplyRule<Rule, kVectors>(item, columns, row, operands, sum);
+    } while (++i < end);
+    ApplyRule<Rule, kVectors>(item, columns, item.rows[u], operands, sum);
   }
 }
 

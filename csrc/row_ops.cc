@@ -144,6 +144,22 @@ void Merge(const Entries& a, const Entries& b, EntryBuffer& to, std::int64_t at)
   }
 }
 
+// Reduces sorted `rows` to the distinct ones, in place, and sets where each starts. Returns their
+// number; one more start is the end. The lists get kMaxAhead harmless entries to prefetch.
+std::int64_t FindDistinct(std::uint32_t* rows, std::int64_t size, std::uint32_t* starts) {
+  std::int64_t num_rows = 0;
+  for (std::int64_t i = 0; i < size; ++i) {
+    const std::uint32_t row = rows[i];
+    const bool is_last = i + 1 == size || rows[i + 1] != row;
+    rows[num_rows] = row;
+    starts[num_rows + 1] = static_cast<std::uint32_t>(i + 1);
+    num_rows += is_last;
+  }
+  starts[0] = 0;
+  std::fill_n(rows + num_rows, kMaxAhead, rows[num_rows - 1]);
+  return num_rows;
+}
+
 // Rows of a table on every core, with padding.
 std::int64_t RowsPerCore(const TableGeometry& table, std::int64_t num_cores) {
   return RoundUp(CeilDiv(table.num_embeddings, num_cores), 8);
@@ -265,6 +281,7 @@ struct RowOps::Scratch {
     Buffer<float> slab;
     Buffer<std::uint64_t> taken;
     EntryBuffer merged[2];
+    Buffer<std::uint32_t> starts;
     std::vector<Entries> lists;
     Buffer<float> sum;
   };
@@ -318,7 +335,7 @@ struct RowOps::Scratch {
                         std::int64_t core, const RowKernels& kernels);
   void PlanLookup(int num_threads);
   void PlanUpdate(int num_threads);
-  void MergeTask(const UpdateTask& task, Thread& thread);
+  void MergeTask(const UpdateTask& task, Thread& thread, UpdateItem& item);
 };
 
 // Checks the buffers and finds where each table's run begins in each (core, partition). One plane
@@ -548,14 +565,15 @@ void RowOps::Scratch::PlanUpdate(int num_threads) {
   }
   threads.resize(num_threads);
   for (Thread& thread : threads) {
-    for (EntryBuffer& buffer : thread.merged) buffer.Reserve(max_entries + 1);
+    for (EntryBuffer& buffer : thread.merged) buffer.Reserve(max_entries + kMaxAhead);
+    thread.starts.Reserve(max_entries + 1);
     thread.lists.reserve(cores);
     thread.sum.Reserve(RoundUp(max_dim, kLaneFloats));
   }
 }
 
-// Leaves the task's entries, sorted by row and stable in core order, in thread.lists[0].
-void RowOps::Scratch::MergeTask(const UpdateTask& task, Thread& thread) {
+// Sets the item's lists: the task's entries, sorted by row and stable in core order.
+void RowOps::Scratch::MergeTask(const UpdateTask& task, Thread& thread, UpdateItem& item) {
   const TableGeometry& table = geometry->tables[task.table];
   const TableSamples samples = Samples(table);
   const PackedStack& stack = stacks[table.stack];
@@ -588,8 +606,14 @@ void RowOps::Scratch::MergeTask(const UpdateTask& task, Thread& thread) {
       at += size;
     }
     lists.resize(num_merged);
-    to.rows.get()[at] = std::numeric_limits<std::uint32_t>::max();  // no row's number
   } while (lists.size() > 1);
+  EntryBuffer& merged = thread.merged[side ^ 1];
+  item.num_rows = FindDistinct(merged.rows.get(), lists[0].size, thread.starts.get());
+  std::fill_n(merged.grad_rows.get() + lists[0].size, kMaxAhead, 0);
+  item.rows = merged.rows.get();
+  item.starts = thread.starts.get();
+  item.grad_rows = merged.grad_rows.get();
+  item.gains = merged.gains.get();
 }
 
 RowOps::RowOps(ThreadPool& pool) : pool_(pool), scratch_(std::make_unique<Scratch>()) {}
@@ -703,13 +727,8 @@ std::string RowOps::Update(const Geometry& geometry, std::span<const PackedStack
     const TableGeometry& table = geometry.tables[task.table];
     const TableState& state = tables[task.table];
     Scratch::Thread& thread = scratch.threads[number];
-    scratch.MergeTask(task, thread);
-    const Entries& entries = thread.lists[0];
     UpdateItem item = {};
-    item.rows = entries.rows;
-    item.grad_rows = entries.grad_rows;
-    item.gains = entries.gains;
-    item.num_entries = entries.size;
+    scratch.MergeTask(task, thread, item);
     if (scratch.compacted[task.table] >= 0) {
       item.grad = scratch.compact.get() + scratch.compacted[task.table];
       item.grad_stride = RoundUp(table.dim, kLaneFloats);

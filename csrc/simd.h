@@ -188,11 +188,27 @@ inline Vec KeepFirst(Vec a, int n) {
 
 // Sum of the lanes as a fixed tree: distances 8, 4, 2, 1.
 inline float SumLanes(Vec a) {
+#if defined(__SSE2__)
+#if defined(__AVX512F__)
+  const __m256 half = _mm256_add_ps(_mm512_maskz_extractf32x8_ps(0xFF, a.raw[0], 0),
+                                    _mm512_maskz_extractf32x8_ps(0xFF, a.raw[0], 1));
+#elif defined(__AVX2__)
+  const __m256 half = _mm256_add_ps(a.raw[0], a.raw[1]);
+#endif
+#if defined(__AVX2__)
+  const __m128 quarter = _mm_add_ps(_mm256_castps256_ps128(half), _mm256_extractf128_ps(half, 1));
+#else
+  const __m128 quarter = _mm_add_ps(_mm_add_ps(a.raw[0], a.raw[2]), _mm_add_ps(a.raw[1], a.raw[3]));
+#endif
+  const __m128 pair = _mm_add_ps(quarter, _mm_movehl_ps(quarter, quarter));
+  return _mm_cvtss_f32(_mm_add_ss(pair, _mm_shuffle_ps(pair, pair, 1)));
+#else
   alignas(64) float lanes[Vec::kLanes];
   a.Store(lanes);
   for (int distance = Vec::kLanes / 2; distance > 0; distance /= 2)
     for (int i = 0; i < distance; ++i) lanes[i] += lanes[i + distance];
   return lanes[0];
+#endif
 }
 
 inline void StreamFence() {
