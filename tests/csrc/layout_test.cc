@@ -1,0 +1,87 @@
+// Layouts that contradict themselves are named; the key map is exact for any number of cores.
+#include "trtpu/layout.h"
+
+#include <cstdint>
+#include <string>
+
+#include "check.h"
+
+namespace trtpu {
+namespace {
+
+Layout Good() {
+  Layout layout;
+  layout.tables = {{.stack = 0,
+                    .num_embeddings = 100,
+                    .row_offset = 0,
+                    .rotation = 0,
+                    .first_feature = 0,
+                    .num_features = 1},
+                   {.stack = 0,
+                    .num_embeddings = 50,
+                    .row_offset = 32,
+                    .rotation = 2,
+                    .first_feature = 1,
+                    .num_features = 2}};
+  layout.combiners = {Combiner::kSum, Combiner::kMean, Combiner::kNone};
+  layout.num_stacks = 1;
+  layout.num_cores = 4;
+  layout.num_local_cores = 2;
+  return layout;
+}
+
+template <class Change>
+bool Complains(Change change, const std::string& about) {
+  Layout layout = Good();
+  change(layout);
+  return CheckLayout(layout).find(about) != std::string::npos;
+}
+
+void TestCheckLayout() {
+  CHECK(CheckLayout(Good()).empty());
+  CHECK(Complains([](Layout& l) { l.tables[1].stack = 1; }, "table 1: stack 1"));
+  CHECK(Complains([](Layout& l) { l.tables[0].stack = -1; }, "table 0: stack -1"));
+  CHECK(Complains([](Layout& l) { l.tables[0].num_embeddings = 0; }, "num_embeddings=0"));
+  CHECK(Complains([](Layout& l) { l.tables[1].rotation = 4; }, "rotation=4"));
+  CHECK(Complains([](Layout& l) { l.tables[1].rotation = -1; }, "rotation=-1"));
+  CHECK(Complains([](Layout& l) { l.tables[1].row_offset = 24; }, "overlaps"));
+  CHECK(Complains([](Layout& l) { l.tables[0].row_offset = -1; }, "overlaps"));
+  CHECK(Complains([](Layout& l) { l.tables[1].row_offset = 2147483647; }, "does not fit int32"));
+  CHECK(Complains([](Layout& l) { l.tables[1].num_embeddings = INT64_MAX; }, "does not fit int32"));
+  CHECK(Complains([](Layout& l) { l.tables[1].first_feature = 0; }, "features"));
+  CHECK(Complains([](Layout& l) { l.tables[1].num_features = 3; }, "features"));
+  CHECK(Complains([](Layout& l) { l.tables[1].num_features = -1; }, "features"));
+  CHECK(Complains([](Layout& l) { l.tables[1].num_features = 1; }, "3 combiners"));
+  CHECK(Complains([](Layout& l) { l.combiners[0] = static_cast<Combiner>(4); }, "combiner 4"));
+  CHECK(Complains([](Layout& l) { l.num_cores = 0; }, "must be positive"));
+  CHECK(Complains([](Layout& l) { l.num_local_cores = 5; }, "no more local cores"));
+}
+
+void TestReciprocal() {
+  for (std::int32_t cores = 1; cores < 3000; cores = cores < 70 ? cores + 1 : cores * 5 / 4) {
+    const TableLayout table = {.stack = 0,
+                               .num_embeddings = std::int64_t{1} << 31,
+                               .row_offset = 0,
+                               .rotation = 0,
+                               .first_feature = 0,
+                               .num_features = 0};
+    const KeyMap map = MakeKeyMap(table, cores);
+    CHECK(map.reciprocal < (std::uint64_t{1} << 32));
+    const auto is_exact = [&](std::uint64_t id) {
+      return id * map.reciprocal >> map.reciprocal_shift == id / static_cast<std::uint64_t>(cores);
+    };
+    const std::uint64_t step = static_cast<std::uint64_t>(cores);
+    for (std::uint64_t id = 0; id < (1ull << 31); id += 7919 * step) {
+      CHECK(is_exact(id) && is_exact(id + step - 1) && (id == 0 || is_exact(id - 1)));
+    }
+    CHECK(is_exact((1ull << 31) - 1));
+  }
+}
+
+}  // namespace
+}  // namespace trtpu
+
+int main() {
+  trtpu::TestCheckLayout();
+  trtpu::TestReciprocal();
+}
