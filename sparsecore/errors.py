@@ -144,14 +144,17 @@ class CompileError(TorchrecTpuError, RuntimeError):
 class LimitsError(CompileError):
     """Limits of a stack that the SparseCore's memory cannot hold.
 
-    Larger limits may fit again, by another method of the compiler: `aot.probe` tells which do.
-
     Attributes:
         stacks: those that have the refused limits; empty when that is not known.
+        larger_may_fit: whether larger limits may fit again, for which the compiler has another
+            method: `probe.suggest_feasible` finds the next that do.
     """
 
-    def __init__(self, message: str, *, stacks: tuple[str, ...] = ()) -> None:
+    def __init__(
+        self, message: str, *, stacks: tuple[str, ...] = (), larger_may_fit: bool = False
+    ) -> None:
         self.stacks = stacks
+        self.larger_may_fit = larger_may_fit
         super().__init__(message)
 
 

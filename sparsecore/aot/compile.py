@@ -322,18 +322,20 @@ def diagnosis(refusal: str, target: Topology, stacks: Sequence[StackFacts] = ())
         re.DOTALL,
     ):
         _, available, row_bytes = map(int, match.groups())
-        # Seen at every refusal so far: one id's row and its gain, for each id of a partition.
+        # Nearly always the row and gain of each id of a partition; else the stack stays unnamed.
         names = tuple(
             stack.name
             for stack in stacks
             if row_bytes in {n * (stack.dim + 1) * 4 for n in (stack.max_ids, stack.max_unique_ids)}
+            or len(stacks) == 1
         )
         return LimitsError(
-            f"{_stacks(names)}the ids of one partition need {row_bytes:,} B (max_ids * (dim + 1) * "
-            f"4), and {available:,} B of a tile of a {chip.name} SparseCore are free. Limits are "
-            "not monotone here, a larger one may fit: suggest_feasible() finds the next that "
-            "compiles. libtpu: Can't fit a single row",
+            f"{_stacks(names)}what one partition looks up needs {row_bytes:,} B at once, a tile of "
+            f"a {chip.name} SparseCore has {available:,} B free. Lower the limits; a larger "
+            "max_unique_ids may fit too, suggest_feasible() finds the next that does. libtpu: "
+            "Can't fit a single row",
             stacks=names,
+            larger_may_fit=True,
         )
     if match := re.search(r"(\d+) GiB of HBM per tensor, got (\d+)", refusal):
         limit, got = int(match[1]) << 30, int(match[2])
