@@ -47,7 +47,7 @@ def live_beside_torch_tpu() -> None:
     torch_tpu 0.2.0 raises RuntimeError when anyone but torch asks. From here on the answer is that
     of the public `torch.accelerator` API.
 
-    Any first `backward()` makes libtpu look for a TPU: on a machine that has none it asks a metadata
+    Any first `backward()` makes libtpu look for a TPU: on a machine without one it asks a metadata
     server for minutes, unless TPU_SKIP_MDS_QUERY is set. It is set here, if the user has not, when
     no PCI device is Google's, so that there can be no TPU.
     """

@@ -57,7 +57,7 @@ Stacks = Literal["auto", "none"] | Sequence[Sequence[str]]
 _COMBINERS = {PoolingType.SUM: Combiner.SUM, PoolingType.MEAN: Combiner.MEAN}
 
 _PREPARED = "_torchrec_tpu_batches"
-"""KJT attribute: batch key -> (version of the KJT's tensors, SparseBatch)."""
+"""Attribute of a KJT's values: batch key -> _Prepared. `kjt.to("cpu")` keeps the values' object."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -93,6 +93,45 @@ class Options(TypedDict, total=False):
     batch_size: int | None
     id_policy: IdPolicy
     num_threads: int | None
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Prepared:
+    """A batch, and what it was made of beside the values that it hangs on."""
+
+    batch: SparseBatch
+    keys: tuple[str, ...]
+    lengths: Tensor | None
+    offsets: Tensor | None  # only when there are no lengths; a KJT may compute either later
+    weights: Tensor | None
+    versions: tuple[int, ...]
+
+    @classmethod
+    def of(cls, kjt: KeyedJaggedTensor, batch: SparseBatch) -> Self:
+        lengths = kjt.lengths_or_none()
+        return cls(
+            batch=batch,
+            keys=tuple(kjt.keys()),
+            lengths=lengths,
+            offsets=kjt.offsets_or_none() if lengths is None else None,
+            weights=kjt.weights_or_none(),
+            versions=_versions(kjt.values(), lengths, kjt.weights_or_none()),
+        )
+
+    def is_of(self, kjt: KeyedJaggedTensor) -> bool:
+        """Whether the KJT has the same tensors, unchanged since."""
+        return (
+            self.keys == tuple(kjt.keys())
+            and (self.lengths is None or self.lengths is kjt.lengths_or_none())
+            and (self.offsets is None or self.offsets is kjt.offsets_or_none())
+            and self.weights is kjt.weights_or_none()
+            and self.versions == _versions(kjt.values(), self.lengths, self.weights)
+        )
+
+
+def _versions(*tensors: Tensor | None) -> tuple[int, ...]:
+    """Numbers that change when a tensor is changed in place."""
+    return tuple(0 if t is None or t.is_inference() else t._version for t in tensors)
 
 
 class _Collection(FusedOptimizerModule, nn.Module):
@@ -183,7 +222,7 @@ class _Collection(FusedOptimizerModule, nn.Module):
     @property
     def device(self) -> torch.device:
         """Where the tables are."""
-        return next(self._weights().values().__iter__()).device
+        return next(iter(self._weights().values())).device
 
     def preprocess(self, features: KeyedJaggedTensor) -> SparseBatch:
         """The packed form of a KJT, which `forward` accepts in its place.
@@ -271,27 +310,25 @@ class _Collection(FusedOptimizerModule, nn.Module):
         return weights
 
     def attach(self, features: KeyedJaggedTensor) -> SparseBatch:
-        """Preprocesses a KJT ahead of `forward` and leaves the result on it.
+        """Preprocesses a KJT ahead of `forward`, which finds the result with the KJT's tensors.
 
-        `forward` uses it as long as the KJT's tensors are not changed in place. A copy of the KJT
-        (`to`, `permute`, ...) does not carry it and is preprocessed again.
+        It is used as long as those are the same tensors and unchanged: `kjt.to("cpu")` keeps it,
+        while a KJT with new tensors (`permute`, ...) is preprocessed again.
         """
         batch = self._attached(features)
         if batch is None:
             batch = self.preprocess(features)
-            prepared = getattr(features, _PREPARED, None)
+            prepared = getattr(features.values(), _PREPARED, None)
             if prepared is None:
                 prepared = {}
-                setattr(features, _PREPARED, prepared)
-            prepared[self._batch_key] = (_version(features), batch)
+                setattr(features.values(), _PREPARED, prepared)
+            prepared[self._batch_key] = _Prepared.of(features, batch)
         return batch
 
     def _attached(self, features: KeyedJaggedTensor) -> SparseBatch | None:
-        prepared = getattr(features, _PREPARED, {}).get(self._batch_key)
-        if prepared is None or prepared[0] != _version(features):
-            return None
-        batch: SparseBatch = prepared[1]
-        return batch
+        prepared: _Prepared | None
+        prepared = getattr(features.values(), _PREPARED, {}).get(self._batch_key)
+        return prepared.batch if prepared is not None and prepared.is_of(features) else None
 
     @property
     def _batch_key(self) -> tuple[object, ...]:
@@ -503,6 +540,7 @@ class SparseCoreEmbeddingBagCollection(_Collection, EmbeddingBagCollectionInterf
     def _combiner(config: EmbeddingBagConfig) -> Combiner:
         return _COMBINERS[config.pooling]
 
+    @torch.compiler.disable  # type: ignore[untyped-decorator]  # the preprocessor is native code
     def forward(self, features: KeyedJaggedTensor | SparseBatch) -> KeyedTensor:
         """Pools the rows of every bag; an empty bag gives zeros.
 
@@ -618,6 +656,7 @@ class SparseCoreEmbeddingCollection(_Collection, EmbeddingCollectionInterface):
     def _usable_weights(self, weights: Tensor | None) -> Tensor | None:  # noqa: ARG002
         return None  # TorchRec's sequences know no weights either
 
+    @torch.compiler.disable  # type: ignore[untyped-decorator]  # as above
     def forward(self, features: KeyedJaggedTensor | SparseBatch) -> dict[str, JaggedTensor]:
         """Looks up every id.
 
@@ -744,12 +783,6 @@ def _spec_per_table(
             f"optimizers are given for {sorted(optimizer)}, the tables are {sorted(tables)}"
         )
     return {table: optimizer[table] for table in tables}
-
-
-def _version(features: KeyedJaggedTensor) -> tuple[int, ...]:
-    """Changes when a tensor of the KJT is changed in place."""
-    tensors = (features.values(), features.weights_or_none(), features.lengths_or_none())
-    return tuple(0 if t is None or t.is_inference() else t._version for t in tensors)
 
 
 def _device(device: torch.device | str | None) -> torch.device | None:

@@ -143,14 +143,13 @@ def swap_embeddings(
         OptimizerError: a table has no optimizer, or one that has no fused update here.
         LayoutError: tables, features or stacks contradict each other.
 
-    >>> import torchrec
-    >>> from torchrec_tpu.sparsecore.optimizers import adagrad
+    >>> import torchrec, torchrec_tpu
     >>> model = nn.Sequential(torchrec.EmbeddingBagCollection([torchrec.EmbeddingBagConfig(
     ...     num_embeddings=100, embedding_dim=8, name="t", feature_names=["f"])]))
-    >>> print(swap_embeddings(model, optimizer=adagrad(lr=0.5)))
+    >>> print(swap_embeddings(model, optimizer=torchrec_tpu.sgd(lr=0.5)))
     moved: 1 tables of 1 modules
-      module  table  rows  dim  optimizer                                                    stack
-      0       t      100   8    adagrad(lr=0.5, eps=1e-10, initial_accumulator_value=0.0)  t
+      module  table  rows  dim  optimizer    stack
+      0       t      100   8    sgd(lr=0.5)  t
     not moved: 0 modules
     """
     found, kept = _scan(model)

@@ -713,6 +713,28 @@ def test_state_dicts_are_exchanged_with_torchrec_and_alias_the_weights() -> None
     assert_same_bits(kept, theirs.state_dict())
 
 
+@pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor")  # dynamo's own doing
+def test_a_compiled_model_trains_like_an_eager_one() -> None:
+    class Model(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.bags, self.top = pooled(optimizer=adagrad(lr=0.1)), nn.Linear(36, 1)
+
+        def forward(self, kjt: KeyedJaggedTensor) -> torch.Tensor:
+            result: torch.Tensor = self.top(self.bags(kjt).values()).tanh()
+            return result
+
+    eager = Model()
+    compiled = copy.deepcopy(eager)
+    run = torch.compile(compiled, backend="aot_eager")
+    for seed in range(3):
+        kjt = random_kjt(seed)
+        eager(kjt).sum().backward()
+        run(kjt).sum().backward()
+    for name, value in snapshot(compiled.bags).items():
+        torch.testing.assert_close(value, snapshot(eager.bags)[name], rtol=1e-5, atol=1e-6)
+
+
 # ------------------------------------------------------------------------------- prepared batches
 
 
@@ -739,6 +761,11 @@ def test_an_attached_batch_is_used_until_the_kjt_changes(monkeypatch: pytest.Mon
     with monkeypatch.context() as patch:
         patch.setattr(collection, "preprocess", None)
         assert collection(kjt).values().tolist() == [[1.0], [2.0]]
+        moved = kjt.to(torch.device("cpu"))  # as training loops do with every batch
+        assert moved is not kjt
+        assert collection(moved).values().tolist() == [[1.0], [2.0]]
+    longer = KeyedJaggedTensor(["f"], kjt.values(), lengths=torch.tensor([0, 2]))
+    assert collection(longer).values().tolist() == [[0.0], [3.0]]
     kjt.values()[0] = 5
     assert collection(kjt).values().tolist() == [[5.0], [2.0]]
     kjt.lengths().copy_(torch.tensor([2, 0]))
