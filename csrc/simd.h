@@ -7,6 +7,7 @@
 #ifndef TRTPU_SIMD_H_
 #define TRTPU_SIMD_H_
 
+#include <cmath>
 #include <cstdint>
 
 #if defined(__AVX512F__) || defined(__AVX2__) || defined(__SSE2__)
@@ -35,6 +36,9 @@ struct Register {
   static Raw Sqrt(Raw a) { return _mm512_maskz_sqrt_ps(0xFFFF, a); }
   static Raw Max(Raw a, Raw b) { return _mm512_maskz_max_ps(0xFFFF, a, b); }
   static Raw Min(Raw a, Raw b) { return _mm512_maskz_min_ps(0xFFFF, a, b); }
+  static Raw WhereEqual(Raw a, Raw b, Raw then, Raw otherwise) {
+    return _mm512_mask_blend_ps(_mm512_cmp_ps_mask(a, b, _CMP_EQ_OQ), otherwise, then);
+  }
 };
 
 #elif defined(__AVX2__)
@@ -53,6 +57,9 @@ struct Register {
   static Raw Sqrt(Raw a) { return _mm256_sqrt_ps(a); }
   static Raw Max(Raw a, Raw b) { return _mm256_max_ps(a, b); }
   static Raw Min(Raw a, Raw b) { return _mm256_min_ps(a, b); }
+  static Raw WhereEqual(Raw a, Raw b, Raw then, Raw otherwise) {
+    return _mm256_blendv_ps(otherwise, then, _mm256_cmp_ps(a, b, _CMP_EQ_OQ));
+  }
 };
 
 #elif defined(__SSE2__)
@@ -71,6 +78,10 @@ struct Register {
   static Raw Sqrt(Raw a) { return _mm_sqrt_ps(a); }
   static Raw Max(Raw a, Raw b) { return _mm_max_ps(a, b); }
   static Raw Min(Raw a, Raw b) { return _mm_min_ps(a, b); }
+  static Raw WhereEqual(Raw a, Raw b, Raw then, Raw otherwise) {
+    const Raw is_equal = _mm_cmpeq_ps(a, b);
+    return _mm_or_ps(_mm_and_ps(is_equal, then), _mm_andnot_ps(is_equal, otherwise));
+  }
 };
 
 #elif defined(__ARM_NEON) && defined(__aarch64__)
@@ -89,6 +100,9 @@ struct Register {
   static Raw Sqrt(Raw a) { return vsqrtq_f32(a); }
   static Raw Max(Raw a, Raw b) { return vbslq_f32(vcgtq_f32(a, b), a, b); }
   static Raw Min(Raw a, Raw b) { return vbslq_f32(vcltq_f32(a, b), a, b); }
+  static Raw WhereEqual(Raw a, Raw b, Raw then, Raw otherwise) {
+    return vbslq_f32(vceqq_f32(a, b), then, otherwise);
+  }
 };
 
 #else
@@ -107,6 +121,7 @@ struct Register {
   static Raw Sqrt(Raw a) { return __builtin_sqrtf(a); }
   static Raw Max(Raw a, Raw b) { return a > b ? a : b; }
   static Raw Min(Raw a, Raw b) { return a < b ? a : b; }
+  static Raw WhereEqual(Raw a, Raw b, Raw then, Raw otherwise) { return a == b ? then : otherwise; }
 };
 
 #endif
@@ -175,6 +190,23 @@ inline Vec Sqrt(Vec a) {
   Vec v;
   for (int i = 0; i < Vec::kRegisters; ++i) v.raw[i] = Register::Sqrt(a.raw[i]);
   return v;
+}
+
+inline Vec WhereEqual(Vec a, Vec b, Vec then, Vec otherwise) {
+  Vec v;
+  for (int i = 0; i < Vec::kRegisters; ++i)
+    v.raw[i] = Register::WhereEqual(a.raw[i], b.raw[i], then.raw[i], otherwise.raw[i]);
+  return v;
+}
+
+// Rounded from double precision, so that it does not depend on the vectors' width.
+inline Vec Pow(Vec a, Vec b) {
+  alignas(64) float x[Vec::kLanes], y[Vec::kLanes];
+  a.Store(x);
+  b.Store(y);
+  for (int i = 0; i < Vec::kLanes; ++i)
+    x[i] = static_cast<float>(std::pow(static_cast<double>(x[i]), static_cast<double>(y[i])));
+  return Vec::Load(x);
 }
 
 inline Vec operator-(Vec a) { return Vec(-1.0f) * a; }

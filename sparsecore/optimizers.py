@@ -1,4 +1,4 @@
-"""The optimizers that are fused into the backward pass: sgd, adagrad, rowwise_adagrad, adam.
+"""The optimizers that are fused into the backward pass: sgd, adagrad, rowwise_adagrad, adam, ...
 
 Each is one pure function of a row, and each also comes with weight decay, made by a wrapper. To
 add one: write its function, add it to `_PLAIN`, run `python -m torchrec_tpu.sparsecore.rules
@@ -72,6 +72,34 @@ def _prepare_adam(step: int, hyper: Mapping[str, float]) -> tuple[float, ...]:
     return lr_t, hyper["eps"] * root, beta1, 1 - beta1, beta2, 1 - beta2
 
 
+def _ftrl(
+    ops: Ops,
+    grad: Any,
+    row: Any,
+    total: Any,
+    linear: Any,
+    lr: Any,
+    lr_power: Any,
+    l1: Any,
+    l2: Any,
+    beta: Any,
+) -> tuple[Any, ...]:
+    new_total = total + grad * grad
+    old_root, root = ops.power(total, -lr_power), ops.power(new_total, -lr_power)
+    linear = linear + grad - (root - old_root) / lr * row
+    shrunk = ops.where_equal(l1, 0.0, -linear, ops.clamp(-l1, linear, l1) - linear)
+    return shrunk / ((root + beta) / lr + 2.0 * l2), new_total, linear
+
+
+def _laprop(
+    ops: Ops, grad: Any, row: Any, mu: Any, nu: Any, lr: Any, beta1: Any, beta2: Any, eps: Any
+) -> tuple[Any, ...]:
+    nu = nu * beta2 + (1.0 - beta2) * (grad * grad + eps)
+    scale = ops.power(1.0 - ops.power(beta1, 2.0), 0.5)
+    mu = beta1 * mu + scale * (grad / ops.sqrt(nu))
+    return row - lr * mu, mu, nu
+
+
 def _lr_and_eps(_: int, hyper: Mapping[str, float]) -> tuple[float, ...]:
     return hyper["lr"], hyper["eps"]
 
@@ -108,6 +136,33 @@ _PLAIN: Final = (
         prepare=_prepare_adam,
         update=_adam,
     ),
+    Rule(
+        name="ftrl",
+        slots=(Slot(name="sum", init="initial_accumulator_value"), Slot(name="linear")),
+        hyper={
+            "lr": 0.01,
+            "lr_power": -0.5,
+            "l1": 0.0,
+            "l2": 0.0,
+            "beta": 0.0,
+            "initial_accumulator_value": 0.1,
+        },
+        operands=("lr", "lr_power", "l1", "l2", "beta"),
+        prepare=lambda _, hyper: tuple(
+            hyper[name] for name in ("lr", "lr_power", "l1", "l2", "beta")
+        ),
+        update=_ftrl,
+        is_literal=True,
+    ),
+    Rule(
+        name="laprop",
+        slots=(Slot(name="mu"), Slot(name="nu")),
+        hyper={"lr": 0.001, "beta1": 0.9, "beta2": 0.95, "eps": 1e-30},
+        operands=("lr", "beta1", "beta2", "eps"),
+        prepare=lambda _, hyper: tuple(hyper[name] for name in ("lr", "beta1", "beta2", "eps")),
+        update=_laprop,
+        is_literal=True,
+    ),
 )
 
 
@@ -125,6 +180,7 @@ def with_l2(rule: Rule) -> Rule:
         operands=(*rule.operands, "weight_decay"),
         prepare=lambda step, hyper: (*rule.prepare(step, hyper), hyper["weight_decay"]),
         update=update,
+        is_literal=rule.is_literal,
     )
 
 
@@ -145,6 +201,7 @@ def with_decoupled_decay(rule: Rule) -> Rule:
             1 - hyper["lr"] * hyper["weight_decay"],
         ),
         update=update,
+        is_literal=rule.is_literal,
     )
 
 
@@ -163,12 +220,21 @@ OPTIMIZERS: Final = tuple(rule.name for rule in _PLAIN)
 
 # -------------------------------------------------------------------------------------------- spec
 
+_RANGES: Final[Mapping[str, tuple[float, float, str]]] = MappingProxyType(
+    {
+        "beta1": (0.0, 1.0, "in [0, 1)"),
+        "beta2": (0.0, 1.0, "in [0, 1)"),
+        "lr_power": (-math.inf, math.nextafter(0.0, 1.0), "<= 0"),
+    }
+)
+"""Settings that are not just any number >= 0: lowest value, first value too high, and in words."""
+
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class OptimizerSpec:
     """An optimizer with its settings, as one table uses it. Hashable, picklable, comparable.
 
-    Build it with `sgd`, `adagrad`, `rowwise_adagrad` or `adam`.
+    Build it with `sgd`, `adagrad`, `rowwise_adagrad`, `adam`, `ftrl` or `laprop`.
 
     Attributes:
         name: one of OPTIMIZERS.
@@ -226,13 +292,10 @@ class OptimizerSpec:
 
     def _checked(self, field: str, value: object) -> float:
         """`value` as a float, if it is a number that `field` may hold."""
-        below = 1.0 if field.startswith("beta") else math.inf
-        if isinstance(value, Real) and 0 <= float(value) < below:
+        low, high, words = _RANGES.get(field, (0.0, math.inf, ">= 0"))
+        if isinstance(value, Real) and low <= float(value) < high:
             return float(value)
-        raise OptimizerError(
-            f"{self.name}: {field}={value!r} is not a number "
-            + ("in [0, 1)" if below == 1 else ">= 0")
-        )
+        raise OptimizerError(f"{self.name}: {field}={value!r} is not a number {words}")
 
     @property
     def rule(self) -> Rule:
@@ -451,6 +514,108 @@ def adam(
     beta1, beta2 = betas
     return OptimizerSpec(
         name="adam",
+        lr=lr,
+        hyper={"beta1": beta1, "beta2": beta2, "eps": eps},
+        weight_decay=weight_decay,
+        weight_decay_mode=weight_decay_mode,
+        max_gradient=max_gradient,
+    )
+
+
+def ftrl(
+    *,
+    lr: float = 0.01,
+    lr_power: float = -0.5,
+    l1: float = 0.0,
+    l2: float = 0.0,
+    beta: float = 0.0,
+    initial_accumulator_value: float = 0.1,
+    max_gradient: float | None = None,
+) -> OptimizerSpec:
+    r"""FTRL-proximal: the weight follows from the state alone, exactly 0 where l1 outweighs it.
+
+    .. math::
+        \sigma &= \frac{(n + g^2)^{-p} - n^{-p}}{\mathrm{lr}}, \qquad
+        n \leftarrow n + g^2, \qquad z \leftarrow z + g - \sigma w \\
+        w &\leftarrow \frac{\mathrm{clamp}(z, \pm l_1) - z}{(n^{-p} + \beta) / \mathrm{lr} + 2 l_2}
+
+    The first update of a row overwrites its initial value, which only enters through sigma: start
+    such tables at 0. It raises to a power element by element, which is slow on a CPU.
+
+    Args:
+        lr: learning rate.
+        lr_power: p, <= 0.
+        l1: strength of the penalty on absolute values.
+        l2: strength of the penalty on squares.
+        beta: added to the root of n.
+        initial_accumulator_value: first value of n.
+        max_gradient: limit of each element of a bag's gradient.
+
+    Returns:
+        The spec. State: "sum" (n) and "linear" (z), shape (num_embeddings, embedding_dim).
+
+    >>> from torchrec_tpu.sparsecore.rules import apply
+    >>> spec = ftrl(lr=1.0, initial_accumulator_value=0.0)
+    >>> grad, zero = np.float32([[3, -4]]), np.float32([[0, 0]])
+    >>> apply(spec.rule, grad, zero, [zero, zero], spec.operands(1))[0]  # -g / sqrt(g^2)
+    array([[-1.,  1.]], dtype=float32)
+
+    The computation of jax-tpu-embedding, to the letter. Reference: McMahan et al., "Ad Click
+    Prediction: a View from the Trenches", KDD 2013.
+    """
+    return OptimizerSpec(
+        name="ftrl",
+        lr=lr,
+        hyper={
+            "lr_power": lr_power,
+            "l1": l1,
+            "l2": l2,
+            "beta": beta,
+            "initial_accumulator_value": initial_accumulator_value,
+        },
+        max_gradient=max_gradient,
+    )
+
+
+def laprop(
+    *,
+    lr: float = 0.001,
+    betas: tuple[float, float] = (0.9, 0.95),
+    eps: float = 1e-30,
+    weight_decay: float = 0.0,
+    weight_decay_mode: WeightDecayMode = "l2",
+    max_gradient: float | None = None,
+) -> OptimizerSpec:
+    r"""LaProp: Adam with the momentum taken of the scaled gradient; lazy, not bias-corrected.
+
+    .. math::
+        \nu &\leftarrow \beta_2 \nu + (1 - \beta_2) (g^2 + \mathrm{eps}) \\
+        \mu &\leftarrow \beta_1 \mu + \sqrt{1 - \beta_1^2} \cdot g / \sqrt{\nu}, \qquad
+        w \leftarrow w - \mathrm{lr} \cdot \mu
+
+    Args:
+        lr: learning rate.
+        betas: decay of the momentum and of the squares.
+        eps: added to the squares.
+        weight_decay: see OptimizerSpec, as the two below.
+        weight_decay_mode: "l2" or "decoupled".
+        max_gradient: limit of each element of a bag's gradient.
+
+    Returns:
+        The spec. State: "mu" and "nu", shape (num_embeddings, embedding_dim).
+
+    >>> from torchrec_tpu.sparsecore.rules import apply
+    >>> spec = laprop(lr=1.0, betas=(0.0, 0.75))
+    >>> grad, row, zero = np.float32([[2, -8]]), np.float32([[1, 1]]), np.float32([[0, 0]])
+    >>> apply(spec.rule, grad, row, [zero, zero], spec.operands(1))[0]
+    array([[-1.,  3.]], dtype=float32)
+
+    The computation of jax-tpu-embedding, to the letter. Reference: Ziyin, Wang, Ueda, "LaProp:
+    Separating Momentum and Adaptivity in Adam", 2020.
+    """
+    beta1, beta2 = betas
+    return OptimizerSpec(
+        name="laprop",
         lr=lr,
         hyper={"beta1": beta1, "beta2": beta2, "eps": eps},
         weight_decay=weight_decay,

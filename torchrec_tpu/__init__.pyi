@@ -18,5 +18,7 @@ from torchrec_tpu.sparsecore.errors import TorchrecTpuError as TorchrecTpuError
 from torchrec_tpu.sparsecore.optimizers import OptimizerSpec as OptimizerSpec
 from torchrec_tpu.sparsecore.optimizers import adagrad as adagrad
 from torchrec_tpu.sparsecore.optimizers import adam as adam
+from torchrec_tpu.sparsecore.optimizers import ftrl as ftrl
+from torchrec_tpu.sparsecore.optimizers import laprop as laprop
 from torchrec_tpu.sparsecore.optimizers import rowwise_adagrad as rowwise_adagrad
 from torchrec_tpu.sparsecore.optimizers import sgd as sgd

@@ -465,8 +465,21 @@ class _TorchOps:
     def sqrt(self, x: Any, /) -> Any:
         return torch.sqrt(x)
 
+    def power(self, x: Any, y: Any, /) -> Any:
+        return torch.pow(x, y)
+
+    def clamp(self, low: Any, x: Any, high: Any, /) -> Any:
+        return torch.clamp(x, _tensor(low, x), _tensor(high, x))
+
+    def where_equal(self, a: Any, b: Any, then: Any, otherwise: Any, /) -> Any:
+        return torch.where(torch.eq(a, b), then, otherwise)
+
     def mean_row(self, x: Any, /) -> Any:
         return x.mean(1, keepdim=True)
+
+
+def _tensor(value: Any, like: Tensor) -> Tensor:
+    return value if isinstance(value, Tensor) else torch.full((), value, dtype=like.dtype)
 
 
 TORCH: Final[Ops] = _TorchOps()

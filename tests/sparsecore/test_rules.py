@@ -58,7 +58,27 @@ EVERYTHING = make_rule(
     ],
     operands=("lr", "eps"),
 )
-ALL = [*RULES.values(), EVERYTHING]
+
+
+def _literally(ops, grad, row, total, lr, power):
+    """The functions of literal rules, on both widths, and arithmetic between operands."""
+    lr = 1.0 - ops.power(lr, 2.0) / lr
+    total = total + ops.power(ops.mean_row(grad * grad) + 0.5, power)
+    total = ops.where_equal(power, 0.5, ops.clamp(-lr, total, lr * 4.0), total)
+    step = ops.clamp(-0.1, grad / ops.power(total, power), ops.sqrt(lr))
+    return row - ops.where_equal(grad, 0.0, lr, step * lr), total
+
+
+LITERALLY = Rule(
+    name="literally",
+    slots=(Slot(name="total", width="scalar"),),
+    hyper={"lr": 0.5, "power": 0.5},
+    operands=("lr", "power"),
+    prepare=lambda _, hyper: (hyper["lr"], hyper["power"]),
+    update=_literally,
+    is_literal=True,
+)
+ALL = [*RULES.values(), EVERYTHING, LITERALLY]
 
 
 def draw(rule, num_rows, dim, seed=0):
@@ -160,6 +180,21 @@ V operator*(V a, V b) { return Each([&](int i) { return a.lane[i] * b.lane[i]; }
 V operator/(V a, V b) { return Each([&](int i) { return a.lane[i] / b.lane[i]; }); }
 V operator-(V a) { return Each([&](int i) { return -a.lane[i]; }); }
 V Sqrt(V a) { return Each([&](int i) { return std::sqrt(a.lane[i]); }); }
+V Max(V a, V b) {
+  return Each([&](int i) { float x = a.lane[i], y = b.lane[i]; return x > y ? x : y; });
+}
+V Min(V a, V b) {
+  return Each([&](int i) { float x = a.lane[i], y = b.lane[i]; return x < y ? x : y; });
+}
+V WhereEqual(V a, V b, V c, V d) {
+  return Each([&](int i) { return a.lane[i] == b.lane[i] ? c.lane[i] : d.lane[i]; });
+}
+V Pow(V a, V b) {
+  return Each([&](int i) {
+    return static_cast<float>(std::pow(static_cast<double>(a.lane[i]),
+                                       static_cast<double>(b.lane[i])));
+  });
+}
 V Load(const float* p, int n) { return Each([&](int i) { return i < n ? p[i] : 0.0f; }); }
 void Store(V v, float* p, int n) { for (int i = 0; i < n; ++i) p[i] = v.lane[i]; }
 

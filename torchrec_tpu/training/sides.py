@@ -66,7 +66,7 @@ def torch_optimizer(
     """The eager optimizer with the semantics of a spec.
 
     Raises:
-        OptimizerError: decoupled decay or clipping, which the eager classes do not have.
+        OptimizerError: no eager class is like it: decoupled decay, clipping, ftrl or laprop.
     """
     hyper: dict[str, Any] = dict(spec.hyper)
     if spec.max_gradient is not None or (
@@ -83,6 +83,8 @@ def torch_optimizer(
     if spec.name == "rowwise_adagrad":
         rowwise: torch.optim.Optimizer = RowWiseAdagrad(parameters, **common, **hyper)
         return rowwise
+    if spec.name != "adam":
+        raise OptimizerError(f"{spec!r}: there is no eager optimizer for {spec.name!r}")
     betas = (hyper["beta1"], hyper["beta2"])
     return torch.optim.Adam(parameters, betas=betas, eps=hyper["eps"], **common)
 
