@@ -122,11 +122,31 @@ class FusedEmbeddingOptimizer(FusedOptimizer):
                 if step is not None:
                     step.add_(1)
 
+    def weight(self, table: str) -> nn.Parameter:
+        """The live weights of one table, (V, D)."""
+        return self.params[self._keys[table]]  # type: ignore[no-any-return]
+
     def slots(self, table: str) -> list[Tensor]:
         """The live state of one table in the rule's order, (V, D) or (V,) each."""
         state = self.state[self.params[self._keys[table]]]
         rule = self._specs[table].rule
         return [state[f"{table}.{state_name(rule, index)}"] for index in range(len(rule.slots))]
+
+    def operands(self, table: str, *, ahead: int = 0) -> tuple[float, ...]:
+        """The rule's operands for the next update of a table, with the current hyperparameters.
+
+        `ahead` updates before it are still to come.
+        """
+        weight = self.params[self._keys[table]]
+        group = next(g for g in self.param_groups if any(p is weight for p in g["params"]))
+        return self._operands(table, group, ahead)
+
+    def advance(self, num_updates: int) -> None:
+        """Counts updates that were made elsewhere, for the bias correction of those to come."""
+        for table in self._keys:
+            counter = self._step(table)
+            if counter is not None:
+                counter.add_(num_updates)
 
     def spec(self, table: str) -> OptimizerSpec:
         """What the table's optimizer was at construction; `param_groups` has the current values."""
@@ -223,11 +243,11 @@ class FusedEmbeddingOptimizer(FusedOptimizer):
         for key in self._keys.values():
             self.params[key]._in_backward_optimizers = [EmptyFusedOptimizer()]
 
-    def _operands(self, table: str, group: Mapping[str, Any]) -> tuple[float, ...]:
+    def _operands(self, table: str, group: Mapping[str, Any], ahead: int = 0) -> tuple[float, ...]:
         rule = self._specs[table].rule
         step = self._step(table)
         hyper = {name: float(group[name]) for name in rule.hyper}
-        return rule.prepare(1 if step is None else int(step) + 1, hyper)
+        return rule.prepare(1 if step is None else int(step) + 1 + ahead, hyper)
 
     def _step(self, table: str) -> Tensor | None:
         return self.state[self.params[self._keys[table]]].get(f"{table}.step")

@@ -5,7 +5,8 @@ which renames a torch backend and patches torch.compile, and it aborts the proce
 eagerly. So that part runs in a child process (`python -m torchrec_tpu.sparsecore.aot.adapter`), and
 torch_tpu is never imported into the caller's.
 
-Of jax only the MLIR bindings and their StableHLO dialect are used here; no backend is started.
+Of jax the MLIR bindings with their StableHLO dialect are used, and libtpu's compiler; only
+programs on CPU devices start a backend.
 """
 
 from __future__ import annotations
@@ -18,7 +19,7 @@ import subprocess
 import sys
 import tempfile
 import warnings
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -184,6 +185,97 @@ def compile_with_libtpu(
         cost={name: float(cost[name]) for name in ("flops", "bytes accessed") if name in cost},
         device_kind=devices[0].device_kind,
     )
+
+
+# ------------------------------------------------------------------------------------ CPU devices
+
+
+def host_environment(num_devices: int) -> dict[str, str]:
+    """What must be in the environment of a process that runs programs on CPU devices.
+
+    jax reads it when it is imported, so the process is a child.
+    """
+    return {
+        "JAX_PLATFORMS": "cpu",
+        "XLA_FLAGS": f"--xla_force_host_platform_device_count={num_devices}",
+    }
+
+
+def lower(
+    function: Callable[..., tuple[Any, ...]], arguments: Sequence[tuple[tuple[int, ...], str]]
+) -> str:
+    """StableHLO text of a jax function; its first function is the public `main`.
+
+    Args:
+        function: of arrays, returns a tuple of arrays.
+        arguments: shape and NumPy's word for the type of each.
+    """
+    import jax
+
+    shapes = [jax.ShapeDtypeStruct(shape, dtype) for shape, dtype in arguments]
+    # An argument that a result does not depend on stays an argument.
+    text: str = jax.jit(function, keep_unused=True).lower(*shapes).as_text()
+    return text
+
+
+class HostExecutable:
+    """A program, compiled for the CPU devices of this process; see `host_environment`.
+
+    Args:
+        text: StableHLO of one module, num_replicas = num_devices.
+        num_devices: that it runs on.
+
+    Raises:
+        CompilerRefusal: XLA does not compile it.
+    """
+
+    def __init__(self, text: str, *, num_devices: int) -> None:
+        import jax
+        from jax.errors import JaxRuntimeError
+        from jax.sharding import Mesh, NamedSharding, PartitionSpec
+        from jaxlib import _jax, xla_client
+
+        self._devices = jax.devices("cpu")[:num_devices]
+        assert len(self._devices) == num_devices, "set host_environment() before jax is imported"
+        options = xla_client.CompileOptions()
+        for target in (options, options.executable_build_options):
+            target.num_replicas = num_devices
+            target.num_partitions = 1
+            target.device_assignment = xla_client.DeviceAssignment.create(
+                np.arange(num_devices).reshape(-1, 1)
+            )
+        try:
+            with mlir() as bindings:
+                self._executable = self._devices[0].client.compile_and_load(
+                    bindings.ir.Module.parse(text), _jax.DeviceList(tuple(self._devices)), options
+                )
+        except JaxRuntimeError as error:
+            raise CompilerRefusal(str(error)) from error
+        # Called replicated so that a global array has the shape of a device's; values may differ.
+        self._sharding = NamedSharding(Mesh(np.array(self._devices), ("devices",)), PartitionSpec())
+
+    def __call__(self, arguments: Sequence[Any]) -> tuple[list[Any], tuple[int, ...]]:
+        """Runs the program once.
+
+        Args:
+            arguments: NumPy arrays with a first axis of devices.
+
+        Returns:
+            The results, alike, and the indices of the arguments whose memory was given away.
+        """
+        import jax
+
+        arrays = [
+            jax.make_array_from_single_device_arrays(
+                argument.shape[1:],
+                self._sharding,
+                [jax.device_put(v, d) for v, d in zip(argument, self._devices, strict=True)],
+            )
+            for argument in arguments
+        ]
+        results = self._executable.execute_sharded(arrays).disassemble_into_single_device_arrays()
+        values = [np.stack([np.asarray(part) for part in parts]) for parts in results]
+        return values, tuple(index for index, array in enumerate(arrays) if array.is_deleted())
 
 
 # ------------------------------------------------------------------------------------- torch -> HLO

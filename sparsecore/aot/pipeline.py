@@ -22,11 +22,12 @@ from torchrec_tpu.sparsecore.layout import Layout, Stack
 
 Array = npt.NDArray[Any]
 
-_NUMPY: Final = {
+NUMPY: Final = {
     "f64": np.float64, "f32": np.float32, "f16": np.float16, "s64": np.int64, "s32": np.int32,
     "s16": np.int16, "s8": np.int8, "u64": np.uint64, "u32": np.uint32, "u8": np.uint8,
     "pred": np.bool_,
 }  # fmt: skip
+"""NumPy's type by XLA's name."""
 
 STATE: Final[tuple[Kind, ...]] = ("table", "slot", "dense", "dense_slot")
 """Kinds of arguments that live from step to step."""
@@ -97,7 +98,7 @@ def make_feed(
 def zeros(argument: Argument, *, num_devices: int) -> Array:
     """A host value of an argument for a step that has none."""
     shape = (num_devices, *argument.shape) if argument.sharded else argument.shape
-    return np.zeros(shape, _NUMPY[argument.dtype])
+    return np.zeros(shape, NUMPY[argument.dtype])
 
 
 def empty_buffer(argument: Argument, *, num_devices: int) -> Array:

@@ -212,6 +212,13 @@ def _items(value: Any) -> list[tuple[Any, Any]]:
     return []
 
 
+def tensors_in(batch: Any) -> dict[str, Tensor]:
+    """The tensors of a batch by the names that `Traced.inputs` gives them."""
+    found = _Inputs()
+    found.collect(batch, "")
+    return found.tensors
+
+
 class _WithLoss(nn.Module):
     """The model and its loss as one module, so that parameters can be passed in."""
 
@@ -256,8 +263,7 @@ def trace(
     tables = {id(weight) for c in collections.values() for weight in c.parameters()}
     dense = {name: p for name, p in model.named_parameters() if id(p) not in tables}
     buffers = dict(model.named_buffers())
-    batch = _Inputs()
-    batch.collect(example, "")
+    batch = _Inputs(tensors_in(example))
     clips = {
         (name, stack.name): spec.max_gradient if spec else None
         for name, collection in collections.items()

@@ -1,0 +1,517 @@
+"""A program on CPU devices: the very text that libtpu compiles, SparseCore calls spelled out.
+
+Every SparseCore call is replaced by its definition: gather all tables, decode the buffers, add
+gain * row into each sample; for an update gather all gradients, sum them per row, and run the
+call's own computation once on each row that was looked up. Everything else stays as it is, the
+collectives included, and runs on as many devices as the program has.
+
+The devices live in a child process, for their number is fixed when jax is imported.
+
+Legend: G devices, S cores of a device, P cores in all, M slots of a device's buffers, B rows of a
+device's activations, R rows of its table, D row width, U runs of slots, one a partition.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import subprocess
+import sys
+import tempfile
+import weakref
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from functools import partial
+from multiprocessing.connection import Connection, Pipe
+from typing import IO, Any, Final, NamedTuple, Self
+
+import numpy as np
+import numpy.typing as npt
+
+from torchrec_tpu.sparsecore.aot import adapter, lowering
+from torchrec_tpu.sparsecore.aot.adapter import Mlir
+from torchrec_tpu.sparsecore.aot.pipeline import NUMPY
+from torchrec_tpu.sparsecore.aot.program import Argument, Program, Result
+from torchrec_tpu.sparsecore.batch import pointers_per_core
+from torchrec_tpu.sparsecore.errors import ProgramError
+
+Array = npt.NDArray[Any]
+JaxArray = Any
+
+_LAYOUT: Final = "mhlo.layout_mode"  # of a TPU's memory
+_ERROR_CHARACTERS: Final = 4000
+
+
+# ------------------------------------------------------------------------------------ definitions
+# In jax.numpy, of one device. Slots that break the format or exceed the limits become NaN.
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Call:
+    """What the definition of a SparseCore call needs beside its operands.
+
+    Attributes:
+        num_devices: G.
+        cores_per_device: S.
+        max_ids: of a run.
+        max_unique_ids: distinct rows of a run.
+        is_minibatched: whether buffers have minibatches.
+    """
+
+    num_devices: int
+    cores_per_device: int
+    max_ids: int
+    max_unique_ids: int
+    is_minibatched: bool
+
+    @property
+    def num_cores(self) -> int:
+        """P."""
+        return self.num_devices * self.cores_per_device
+
+
+class Slots(NamedTuple):
+    """The slots of one device's buffers, (M,) each; those that are padding have is_id False."""
+
+    is_id: JaxArray
+    partitions: JaxArray  # owner of the row
+    rows: JaxArray  # on that core
+    samples: JaxArray  # row of the device's activations
+    gains: JaxArray  # NaN where a run or a slot breaks its bounds
+
+
+def decode(call: Call, buffers: Sequence[JaxArray], *, rows: int, samples: int) -> Slots:
+    """What one device's buffers say.
+
+    Args:
+        call: shape and limits.
+        buffers: row_pointers, embedding_ids, sample_ids, gains; with minibatches their number
+            before the gains' end, as the last of all.
+        rows: R / S, of one core.
+        samples: B / S, of one core.
+    """
+    import jax.numpy as jnp
+
+    pointers, ids, sample_ids, gains, *minibatches = buffers
+    num_slots, cores = len(ids), call.cores_per_device
+    # One line of run ends a core, or one for each of a core's minibatches.
+    lines = pointers.reshape(-1, pointers_per_core(call.num_cores))[:, : call.num_cores]
+    if call.is_minibatched:
+        line = jnp.arange(len(lines))
+        core_of_line = line // minibatches[0]
+        ends = jnp.where(core_of_line < cores, lines.T, num_slots).T.ravel()
+        starts = _aligned(jnp.concatenate([jnp.zeros(1, ends.dtype), ends[:-1]]))
+    else:
+        core_of_line = jnp.arange(cores)
+        first = core_of_line[:, None] * (num_slots // cores)
+        starts = jnp.pad(_aligned(lines[:, :-1]), ((0, 0), (1, 0)))
+        starts, ends = (starts + first).ravel(), (lines + first).ravel()
+    slot = jnp.arange(num_slots)
+    run = jnp.searchsorted(starts, slot, side="right") - 1
+    is_id = slot < ends[run]
+    is_new = is_id & ((slot == starts[run]) | (ids != jnp.roll(ids, 1)))
+    unique_ids = jnp.zeros(len(ends), jnp.int32).at[run].add(is_new)
+    is_sound = (ends - starts <= call.max_ids) & (unique_ids <= call.max_unique_ids)
+    is_inside = (ids >= 0) & (ids < rows) & (sample_ids >= 0) & (sample_ids < samples)
+    core = core_of_line[run // call.num_cores]
+    return Slots(
+        is_id=is_id,
+        partitions=run % call.num_cores,
+        rows=jnp.clip(ids, 0, rows - 1),
+        samples=core * samples + jnp.clip(sample_ids, 0, samples - 1),
+        gains=jnp.where(is_sound[run] & is_inside, gains, jnp.nan),
+    )
+
+
+def lookup(call: Call, buffers: Sequence[JaxArray], tables: JaxArray, init: JaxArray) -> JaxArray:
+    """Activations (B, D): `init` (B, D), and gain * row of each id added to its sample.
+
+    `tables` (P * R / S, D) are those of all devices.
+    """
+    import jax.numpy as jnp
+
+    rows, samples = len(tables) // call.num_cores, len(init) // call.cores_per_device
+    slots = decode(call, buffers, rows=rows, samples=samples)
+    terms = slots.gains[:, None] * tables[slots.partitions * rows + slots.rows]
+    return init.at[slots.samples].add(jnp.where(slots.is_id[:, None], terms, 0))
+
+
+def row_gradients(
+    call: Call, rows: int, device: JaxArray, buffers: Sequence[JaxArray], grad: JaxArray
+) -> tuple[JaxArray, JaxArray]:
+    """Gradients (R, D) of this device's rows, and which of them (R,) any device looked up.
+
+    Args:
+        call: shape and limits.
+        rows: R.
+        device: index of this one.
+        buffers: of all devices, each with a first axis G.
+        grad: (G, B, D), gradients of all devices' activations.
+    """
+    import jax
+    import jax.numpy as jnp
+
+    cores = call.cores_per_device
+    samples = grad.shape[1] // cores
+    slots = jax.vmap(partial(decode, call, rows=rows // cores, samples=samples))(buffers)
+    core = slots.partitions - device * cores
+    is_mine = slots.is_id & (core >= 0) & (core < cores)
+    terms = slots.gains[..., None] * jax.vmap(lambda g, s: g[s])(grad, slots.samples)
+    target = jnp.where(is_mine, core * (rows // cores) + slots.rows, rows)  # or out of the table
+    total = jnp.zeros((rows, grad.shape[2]), grad.dtype).at[target].add(terms, mode="drop")
+    return total, jnp.zeros(rows, bool).at[target].set(True, mode="drop")
+
+
+def _aligned(pointers: JaxArray) -> JaxArray:
+    """Row pointers rounded up to where the next run starts."""
+    return (pointers + 7) // 8 * 8
+
+
+# --------------------------------------------------------------------------------------- rewriting
+
+
+def define(text: str, *, num_devices: int, cores_per_device: int) -> str:
+    """A program's text with every SparseCore call replaced by its definition.
+
+    Needs jax's CPU backend, which it starts.
+
+    Args:
+        text: of a program.
+        num_devices: G.
+        cores_per_device: S.
+
+    Raises:
+        ProgramError: the computation of an update cannot run on many rows at once.
+    """
+    with adapter.mlir() as mlir:
+        module = mlir.ir.Module.parse(text)
+        main = lowering.public_function(module)
+        if main.arg_attrs is not None:
+            main.arg_attrs = _without_layouts(mlir, main.arg_attrs)
+        if "res_attrs" in main.attributes:
+            main.attributes["res_attrs"] = _without_layouts(mlir, main.attributes["res_attrs"])
+        rewriter = _Rewriter(
+            mlir=mlir, module=module, num_devices=num_devices, cores_per_device=cores_per_device
+        )
+        rules = set()
+        for call, target in _sparse_calls(main):
+            with mlir.ir.InsertionPoint(call):
+                if target in lowering.LOOKUPS:
+                    rewriter.lookup(call, target == lowering.LOOKUP_MINIBATCHED)
+                else:
+                    rules.add(call.attributes["called_computations"][0].value)
+                    rewriter.update(call, target == lowering.UPDATE_MINIBATCHED)
+        for function in list(module.body.operations):
+            if function.operation.attributes["sym_name"].value in rules:
+                function.operation.erase()
+        return str(module)
+
+
+def _sparse_calls(main: Any) -> list[tuple[Any, str]]:
+    """The SparseCore calls of a function, and the target of each."""
+    calls = [
+        (operation, operation.attributes["call_target_name"].value)
+        for operation in lowering.walk(main.regions[0].blocks[0])
+        if operation.name == "stablehlo.custom_call"
+    ]
+    return [(c, target) for c, target in calls if target in lowering.LOOKUPS + lowering.UPDATES]
+
+
+@dataclass(slots=True, kw_only=True)
+class _Rewriter:
+    mlir: Mlir
+    module: Any
+    num_devices: int
+    cores_per_device: int
+    _num_functions: int = 0
+
+    def lookup(self, operation: Any, is_minibatched: bool) -> None:
+        *buffers, table, init = operation.operands
+        call = self._call(operation, is_minibatched)
+        (activations,) = self._apply(
+            lambda tables, init, *buffers: (lookup(call, buffers, tables, init),),
+            [self._gathered(table), init, *buffers],
+        )
+        operation.results[0].replace_all_uses_with(activations)
+        operation.erase()
+
+    def update(self, operation: Any, is_minibatched: bool) -> None:
+        """Replaces the call and the operations that take its tuple apart."""
+        ir, hlo = self.mlir.ir, self.mlir.hlo
+        operands = list(operation.operands)
+        num_arrays = operation.results[0].type.num_types
+        if is_minibatched:
+            buffers, operands = operands[:5], operands[5:]
+            old, (grad, *scalars) = operands[:num_arrays], operands[num_arrays:]
+        else:
+            buffers, (grad, *operands) = operands[:4], operands[4:]
+            old, scalars = operands[:num_arrays], operands[num_arrays:]
+        rows = ir.RankedTensorType(old[0].type).get_dim_size(0)
+        call = self._call(operation, is_minibatched)
+        shapes = [tuple(ir.RankedTensorType(v.type).shape) for v in (*buffers, grad)]
+        count = self.num_devices
+
+        def gradients(device: JaxArray, *gathered: JaxArray) -> tuple[JaxArray, JaxArray]:
+            *of_devices, grads = (
+                value.reshape(count, *shape) for value, shape in zip(gathered, shapes, strict=True)
+            )
+            return row_gradients(call, rows, device.astype("int32"), of_devices, grads)
+
+        total, is_touched = self._apply(
+            gradients, [hlo.replica_id(), *(self._gathered(v) for v in (*buffers, grad))]
+        )
+        new = self._rule(operation, rows, [total, *old, *scalars])
+        for use in list(operation.results[0].uses):
+            part = use.owner
+            index = part.attributes["index"].value
+            touched = is_touched
+            if len(old[index].type.shape) == 2:
+                touched = hlo.broadcast_in_dim(
+                    ir.RankedTensorType.get(old[index].type.shape, ir.IntegerType.get_signless(1)),
+                    is_touched,
+                    ir.DenseI64ArrayAttr.get([0]),
+                )
+            part.results[0].replace_all_uses_with(hlo.select(touched, new[index], old[index]))
+            part.erase()
+        operation.erase()
+
+    def _rule(self, operation: Any, rows: int, values: Sequence[Any]) -> list[Any]:
+        """The call's computation on all rows: its body, with axis 0 made longer.
+
+        That is how the SparseCore compiler runs it, too.
+        """
+        ir, hlo = self.mlir.ir, self.mlir.hlo
+        (symbol,) = operation.attributes["called_computations"]
+        original = next(
+            f for f in self.module.body.operations
+            if f.operation.attributes["sym_name"].value == symbol.value
+        )  # fmt: skip
+        longer = re.sub(r"tensor<1x(?=[\dfi])", f"tensor<{rows}x", str(original))
+        try:
+            module = ir.Module.parse(longer)  # owns the function
+        except ir.MLIRError as error:
+            raise ProgramError(
+                f"computation {symbol.value!r} does not work on many rows at once: {error}"
+            ) from None
+        function = module.body.operations[0]
+        arguments = [
+            value
+            if value.type == type_
+            else hlo.broadcast_in_dim(type_, value, ir.DenseI64ArrayAttr.get([]))
+            for value, type_ in zip(values, function.type.inputs, strict=True)
+        ]
+        (result,) = lowering.inline(function, arguments)
+        new = list(result.owner.operands)
+        result.owner.erase()
+        return new
+
+    def _call(self, operation: Any, is_minibatched: bool) -> Call:
+        config = json.loads(operation.attributes["backend_config"].value)
+        limits = config["sparse_dense_matmul_config"]
+        return Call(
+            num_devices=self.num_devices,
+            cores_per_device=self.cores_per_device,
+            max_ids=limits["max_ids_per_partition"],
+            max_unique_ids=limits["max_unique_ids_per_partition"],
+            is_minibatched=is_minibatched,
+        )
+
+    def _gathered(self, value: Any) -> Any:
+        """The value of all devices, one behind the other; a scalar's as a vector."""
+        ir, hlo = self.mlir.ir, self.mlir.hlo
+        type_ = ir.RankedTensorType(value.type)
+        if not type_.shape:
+            value = hlo.reshape(ir.RankedTensorType.get([1], type_.element_type), value)
+        return lowering.all_gather(self.mlir, value, dim=0, num_devices=self.num_devices)
+
+    def _apply(
+        self, function: Callable[..., tuple[JaxArray, ...]], values: Sequence[Any]
+    ) -> list[Any]:
+        """Results of a jax function of `values`, which becomes functions of the module."""
+        ir, func = self.mlir.ir, self.mlir.func
+        prefix = f"definition_{self._num_functions}_"
+        self._num_functions += 1
+        text = re.sub(r"@(?=\w+\()", f"@{prefix}", adapter.lower(function, _shapes(values)))
+        module = ir.Module.parse(text)  # owns its functions until they have moved
+        functions = list(module.body.operations)
+        for defined in functions:
+            defined.operation.attributes["sym_visibility"] = ir.StringAttr.get("private")
+            self.module.body.append(defined)
+        main = functions[0]
+        return list(func.CallOp(main, list(values)).results)
+
+
+def _shapes(values: Sequence[Any]) -> list[tuple[tuple[int, ...], str]]:
+    """Shape and NumPy's word for the element type of each value."""
+    words = {"f32": "float32", "i32": "int32", "ui32": "uint32"}
+    return [(tuple(v.type.shape), words[str(v.type.element_type)]) for v in values]
+
+
+def _without_layouts(mlir: Mlir, attributes: Any) -> Any:
+    """Attributes of arguments or results, less what only a TPU understands."""
+    ir = mlir.ir
+    return ir.ArrayAttr.get(
+        [ir.DictAttr.get({a.name: a.attr for a in one if a.name != _LAYOUT}) for one in attributes]
+    )
+
+
+# ---------------------------------------------------------------------------------------- emulator
+
+
+class Emulator:
+    """A program on CPU devices of a child process. Call it once a step; `Driver` can.
+
+    Values are host arrays; those that differ per device begin with an axis of devices.
+
+    Use it as a context manager, or `close` it; the process ends with this object in any case.
+
+    Args:
+        program: to run; exact or pipelined.
+        timeout_seconds: for compiling, and for each step.
+
+    Raises:
+        DependencyError: jax or jaxlib is missing or was never tested.
+        ProgramError: the program does not compile, with XLA's words; or not in time.
+    """
+
+    def __init__(self, program: Program, *, timeout_seconds: float = 300) -> None:
+        adapter.require("jax", "jaxlib")
+        self._program = program
+        self._timeout_seconds = timeout_seconds
+        self._errors = tempfile.TemporaryFile()  # noqa: SIM115  what the child prints
+        self._connection, theirs = Pipe()
+        with theirs:
+            child = subprocess.Popen(
+                [sys.executable, "-m", __name__, str(theirs.fileno())],
+                env={
+                    **os.environ,
+                    **adapter.host_environment(program.num_devices),
+                    "PYTHONPATH": os.pathsep.join(sys.path),
+                },
+                pass_fds=[theirs.fileno()],
+                stdin=subprocess.DEVNULL,
+                stdout=self._errors,
+                stderr=self._errors,
+            )
+        self._child = child
+        self._finalize = weakref.finalize(self, _end, child, self._connection, self._errors)
+        self._ask("compile", (program.text, program.num_devices, program.cores_per_device))
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
+    def close(self) -> None:
+        """Ends the child process. A closed emulator cannot run."""
+        self._finalize()
+
+    def __call__(self, arguments: Mapping[str, Array], /) -> dict[str, Array]:
+        """Runs one step.
+
+        Args:
+            arguments: name -> (G, *shape) for arguments that differ per device, else (*shape).
+
+        Returns:
+            Name -> value of every result, alike; outputs of the loss function differ per device.
+
+        Raises:
+            ProgramError: an argument is missing or of a wrong shape; what should be equal on all
+                devices is not; memory was not given away as the program says; or the process died
+                or took too long.
+        """
+        values = [self._value_of(a, arguments) for a in self._program.arguments]
+        results, given_away = self._ask("run", values)
+        donated = tuple(i for i, a in enumerate(self._program.arguments) if a.donated)
+        if given_away != donated:
+            names = [a.name for i, a in enumerate(self._program.arguments) if i in given_away]
+            raise ProgramError(f"the program updates {names} in place, which is not what it says")
+        pairs = zip(self._program.results, results, strict=True)
+        return {result.name: self._result_of(result, value) for result, value in pairs}
+
+    def _value_of(self, argument: Argument, arguments: Mapping[str, Array]) -> Array:
+        """(G, *shape)."""
+        if argument.name not in arguments:
+            raise ProgramError(f"no value for argument {argument.name!r}")
+        value, dtype = np.asarray(arguments[argument.name]), np.dtype(NUMPY[argument.dtype])
+        shape = (self._program.num_devices, *argument.shape)
+        expected = shape if argument.sharded else argument.shape
+        if value.shape != expected or value.dtype != dtype:
+            raise ProgramError(
+                f"argument {argument.name!r} is {value.dtype} of shape {value.shape}, the program "
+                f"takes {dtype} of shape {expected}"
+            )
+        return value if argument.sharded else np.broadcast_to(value, shape)
+
+    def _result_of(self, result: Result, value: Array) -> Array:
+        if result.aliases is None:
+            is_sharded = result.kind != "loss"
+        else:
+            is_sharded = self._program.arguments[result.aliases].sharded
+        if is_sharded:
+            return value
+        if any(one.tobytes() != value[0].tobytes() for one in value[1:]):
+            raise ProgramError(
+                f"{result.name!r} is not the same on all devices; is a collective missing?"
+            )
+        equal: Array = value[0]
+        return equal
+
+    def _ask(self, task: str, content: Any) -> Any:
+        """The child's answer."""
+        if not self._finalize.alive:
+            raise ProgramError("the emulator is closed")
+        try:
+            self._connection.send((task, content))
+            if not self._connection.poll(self._timeout_seconds):
+                self.close()
+                raise ProgramError(
+                    f"the emulator did not {task} the program within {self._timeout_seconds} s"
+                )
+            error, answer = self._connection.recv()
+        except (EOFError, OSError):
+            code = self._child.wait()
+            self._errors.seek(0)
+            words = self._errors.read().decode(errors="replace").strip()[-_ERROR_CHARACTERS:]
+            self.close()
+            raise ProgramError(
+                f"the emulator's process ended (exit code {code}):\n{words}"
+            ) from None
+        if error is not None:
+            raise ProgramError(f"the emulator cannot {task} the program: {error}")
+        return answer
+
+
+def _end(child: subprocess.Popen[bytes], connection: Connection, errors: IO[bytes]) -> None:
+    connection.close()
+    child.kill()
+    child.wait()
+    errors.close()
+
+
+def _serve(connection: Connection) -> None:
+    """The main function of the child process: compiles one program, then runs it on demand."""
+    executable: adapter.HostExecutable | None = None
+    while True:
+        try:
+            task, content = connection.recv()
+        except EOFError:  # the parent is done
+            return
+        answer, error = None, None
+        try:
+            if task == "compile":
+                text, num_devices, cores_per_device = content
+                text = define(text, num_devices=num_devices, cores_per_device=cores_per_device)
+                executable = adapter.HostExecutable(text, num_devices=num_devices)
+            else:
+                assert executable is not None
+                answer = executable(content)
+        except Exception as exception:  # whatever it is, the parent reports it
+            error = f"{type(exception).__name__}: {exception}"
+        connection.send((error, answer))
+
+
+if __name__ == "__main__":
+    _serve(Connection(int(sys.argv[1])))

@@ -1,0 +1,267 @@
+"""A DLRM whose traced program runs beside its own training on the CPU, from the same weights."""
+
+import copy
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor, nn
+from torchrec import (
+    EmbeddingBagCollection,
+    EmbeddingBagConfig,
+    KeyedJaggedTensor,
+    PoolingType,
+)
+
+from torchrec_tpu import aot
+from torchrec_tpu.placement import Placement
+from torchrec_tpu.sharding.swap import swap_embeddings
+from torchrec_tpu.sparsecore.aot.pipeline import Driver, Execute
+from torchrec_tpu.sparsecore.aot.program import Mode, Program
+from torchrec_tpu.sparsecore.layout import Layout
+from torchrec_tpu.sparsecore.optimizers import OptimizerSpec, adagrad
+from torchrec_tpu.training.sides import torch_optimizer
+
+BATCH_SIZE = 5  # of one device: no multiple of its cores
+CORES_PER_DEVICE = 2
+DENSE_OPTIMIZER = adagrad(lr=0.05, eps=1e-3)
+
+# Three stacks, one a padded width: 8 (rows of 6), 16, 24.
+CONFIGS = (
+    ("small", 5, 6, PoolingType.SUM, ["small"]),
+    ("shared", 90, 6, PoolingType.MEAN, ["click", "view"]),  # two features
+    ("user", 333, 16, PoolingType.SUM, ["user"]),
+    ("item", 150, 16, PoolingType.MEAN, ["item"]),
+    ("city", 40, 16, PoolingType.SUM, ["city"]),
+    ("alone", 61, 24, PoolingType.MEAN, ["alone"]),
+)
+NUM_DENSE = 3
+
+
+def configs() -> list[EmbeddingBagConfig]:
+    return [
+        EmbeddingBagConfig(
+            name=name,
+            num_embeddings=rows,
+            embedding_dim=dim,
+            feature_names=features,
+            pooling=pooling,
+        )
+        for name, rows, dim, pooling, features in CONFIGS
+    ]
+
+
+@dataclass
+class Batch:
+    dense: Tensor
+    sparse: KeyedJaggedTensor
+    labels: Tensor
+
+
+class Dlrm(nn.Module):
+    """Weighted bags, a dense tower, their dot products, a tower above; mean loss."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(11)
+        self.ebc = EmbeddingBagCollection(configs(), is_weighted=True)
+        width = sum(c.embedding_dim * len(c.feature_names) for c in configs())
+        self.bottom = nn.Sequential(nn.Linear(NUM_DENSE, 16), nn.ReLU())
+        self.project = nn.Linear(width, 16)
+        self.over = nn.Sequential(nn.Linear(33, 8), nn.ReLU(), nn.Linear(8, 1))
+
+    def forward(self, batch: Batch) -> tuple[Tensor, Tensor]:
+        pooled = self.project(self.ebc(batch.sparse).values())
+        dense = self.bottom(batch.dense)
+        cross = (pooled * dense).sum(1, keepdim=True)
+        logits = self.over(torch.cat([pooled, dense, cross], 1)).squeeze(1)
+        loss = nn.functional.binary_cross_entropy_with_logits(logits, batch.labels)
+        return loss, logits.detach()
+
+
+def batches(num_devices: int, *, num_steps: int, seed: int = 3) -> Iterator[list[Batch]]:
+    """One batch a device a step: empty bags, duplicates within and between them, weights."""
+    rng = np.random.default_rng(seed)
+    rows = {feature: rows for _, rows, _, _, features in CONFIGS for feature in features}
+    for _ in range(num_steps):
+        step = []
+        for _ in range(num_devices):
+            lengths = rng.integers(0, 5, (len(rows), BATCH_SIZE))
+            values = [
+                # Cubes of uniform numbers: low ids come again and again.
+                (rng.random(int(n.sum())) ** 3 * count).astype(np.int64)
+                for n, count in zip(lengths, rows.values(), strict=True)
+            ]
+            weights = rng.uniform(0.5, 2, int(lengths.sum())).astype(np.float32)
+            step.append(
+                Batch(
+                    dense=torch.from_numpy(
+                        rng.normal(size=(BATCH_SIZE, NUM_DENSE)).astype(np.float32)
+                    ),
+                    sparse=KeyedJaggedTensor(
+                        keys=list(rows),
+                        values=torch.from_numpy(np.concatenate(values)),
+                        lengths=torch.from_numpy(lengths.ravel().astype(np.int32)),
+                        weights=torch.from_numpy(weights),
+                    ),
+                    labels=torch.from_numpy(rng.integers(0, 2, BATCH_SIZE).astype(np.float32)),
+                )
+            )
+        yield step
+
+
+def concatenated(parts: list[Batch]) -> Batch:
+    """The global batch: the samples of device 0, then those of device 1, ..."""
+    keys = parts[0].sparse.keys()
+    lengths = [part.sparse.lengths().view(len(keys), -1) for part in parts]
+    split = [part.sparse.to_dict() for part in parts]
+    return Batch(
+        dense=torch.cat([part.dense for part in parts]),
+        sparse=KeyedJaggedTensor(
+            keys=keys,
+            values=torch.cat([one[key].values() for key in keys for one in split]),
+            lengths=torch.cat(lengths, 1).reshape(-1),
+            weights=torch.cat([one[key].weights() for key in keys for one in split]),
+        ),
+        labels=torch.cat([part.labels for part in parts]),
+    )
+
+
+@dataclass
+class Run:
+    """What training gave: per step the loss and the logits (G * B,), then the trained values."""
+
+    losses: list[float]
+    logits: list[np.ndarray]
+    values: dict[str, np.ndarray]
+
+
+class Twin:
+    """One model, to be trained on the CPU by torch, and by its program on `num_devices`."""
+
+    def __init__(self, optimizer: OptimizerSpec, *, num_devices: int, num_steps: int) -> None:
+        self.model = Dlrm()
+        swap_embeddings(self.model, optimizer=optimizer)
+        self.num_devices = num_devices
+        self.steps = list(batches(num_devices, num_steps=num_steps))
+        self.layouts = aot.layouts(
+            self.model,
+            num_devices=num_devices,
+            cores_per_device=CORES_PER_DEVICE,
+            batch_size=BATCH_SIZE,
+        )
+
+    def program(self, mode: Mode = "exact") -> Program:
+        return aot.trace(
+            self.model,
+            self.steps[0][0],
+            num_devices=self.num_devices,
+            cores_per_device=CORES_PER_DEVICE,
+            dense_optimizer=DENSE_OPTIMIZER,
+            capacities=aot.fit_capacities(
+                self.model, [batch for step in self.steps for batch in step], self.layouts
+            ),
+            layouts=self.layouts,
+            mode=mode,
+        )
+
+    def placement(
+        self, model: nn.Module, program: Program, layouts: Mapping[str, Layout] | None = None
+    ) -> Placement:
+        return Placement(
+            model,
+            program,
+            layouts=layouts or self.layouts,
+            dense_optimizer=DENSE_OPTIMIZER,
+            batch_size=BATCH_SIZE,
+        )
+
+    def train(self, mode: Mode = "exact") -> Run:
+        """torch on the concatenated batches; pipelined: lookups miss the update before theirs."""
+        model = copy.deepcopy(self.model)
+        optimizer = model.ebc.fused_optimizer
+        tables = dict(model.ebc.named_parameters())
+        dense = {n: p for n, p in model.named_parameters() if not n.startswith("ebc.")}
+        dense_optimizer = torch_optimizer(DENSE_OPTIMIZER, dense.values())
+        losses, logits = [], []
+        before = {name: table.detach().clone() for name, table in tables.items()}
+        for index, parts in enumerate(self.steps):
+            _set_learning_rate(optimizer, index)
+            now = {name: table.detach().clone() for name, table in tables.items()}
+            if mode == "pipelined":
+                _assign(tables, before)
+            loss, outputs = model(concatenated(parts))
+            _assign(tables, now)
+            before = now
+            dense_optimizer.zero_grad()
+            loss.backward()
+            dense_optimizer.step()
+            losses.append(loss.item())
+            logits.append(outputs.numpy())
+        slots = {
+            f"dense_slot/sum/{name}": dense_optimizer.state[p]["sum"] for name, p in dense.items()
+        }
+        return Run(losses, logits, _values(model) | {n: t.numpy() for n, t in slots.items()})
+
+    def run(
+        self,
+        program: Program,
+        execute: Execute,
+        *,
+        feed_layouts: Mapping[str, Layout] | None = None,
+    ) -> Run:
+        """The program on the same batches; values are those of the model that it is written to.
+
+        With `feed_layouts`, batches are packed for other layouts than the tables: a fault.
+        """
+        model = copy.deepcopy(self.model)
+        placement = self.placement(model, program)
+        feeder = self.placement(model, program, feed_layouts)
+        driver = Driver(program, execute, placement.state(), operands=placement.operands)
+        results: list[Mapping[str, Any]] = []
+        for index, parts in enumerate(self.steps):
+            _set_learning_rate(model.ebc.fused_optimizer, index)
+            result = driver.step(feeder.feed(parts))
+            results += [] if result is None else [result]
+        results += driver.drain()
+        placement.write(driver.state, num_steps=driver.num_batches)
+        slots = {n: v for n, v in driver.state.items() if n.startswith("dense_slot/")}
+        return Run(
+            [float(result["loss"]) for result in results],
+            [result["output.0"].ravel() for result in results],
+            _values(model) | slots,
+        )
+
+
+def assert_equal(actual: Run, expected: Run) -> dict[str, float]:
+    """Losses, logits and all values agree to float32 rounding; the largest differences seen."""
+    assert len(actual.losses) == len(expected.losses)
+    assert actual.values.keys() == expected.values.keys()
+    pairs = {
+        "loss": (np.array(actual.losses), np.array(expected.losses)),
+        "logits": (np.stack(actual.logits), np.stack(expected.logits)),
+        **{name: (actual.values[name], value) for name, value in expected.values.items()},
+    }
+    for name, (one, other) in pairs.items():
+        atol = 1e-5 * np.abs(other).max()
+        np.testing.assert_allclose(one, other, rtol=1e-4, atol=atol, err_msg=name)
+    return {name: float(np.abs(one - other).max()) for name, (one, other) in pairs.items()}
+
+
+def _set_learning_rate(optimizer: Any, step: int) -> None:
+    for group in optimizer.param_groups:
+        group["lr"] = 0.05 / (1 + 0.1 * step)
+
+
+def _assign(tables: Mapping[str, nn.Parameter], values: Mapping[str, Tensor]) -> None:
+    for name, table in tables.items():
+        table.detach().copy_(values[name])
+
+
+def _values(model: nn.Module) -> dict[str, np.ndarray]:
+    """Parameters, and the tables' optimizer state."""
+    state = model.ebc.fused_optimizer.state_dict()["state"]
+    tensors = dict(model.state_dict()) | {n: t for one in state.values() for n, t in one.items()}
+    return {name: tensor.numpy().copy() for name, tensor in tensors.items()}
