@@ -121,6 +121,7 @@ class RowPrefetcher {
 // Whether no sample has two entries; sets the bits of the rows that have one.
 bool TakeOnce(const LookupItem& item) {
   if (item.num_entries > item.num_rows) return false;
+  if (item.num_rows == 0) return true;  // `taken` may be null, which memset must not get
   std::memset(item.taken, 0, static_cast<std::size_t>((item.num_rows + 63) / 64) * 8);
   std::uint64_t twice = 0;
   for (std::int64_t p = 0; p < item.num_cores; ++p) {
