@@ -262,6 +262,7 @@ def test_a_record_tells_what_ran_but_not_where(tmp_path: Path) -> None:
     assert told["machine"]["num_torch_threads"] >= 1
     assert len(told["sides"][OURS]["losses"]) == 24
     assert told["data"]["train_samples"] == 12 * 64
+    assert all(epoch["preprocess_seconds"] > 0 for epoch in told["sides"][OURS]["epochs"])
 
 
 def test_criteo_file_trains_and_reports_collisions(

@@ -234,7 +234,6 @@ class Run:
             # Closing the iterator ends the prefetch thread when the loop is left early.
             prepared = prepare(loader, ours.model)
             batches = cast("Generator[Batch]", iter(prepared))
-            self.times = prepared.times
             stack.enter_context(contextlib.closing(batches))
             for batch in batches:
                 logits, *_ = [side.step(batch) for side in self.sides]
@@ -263,6 +262,7 @@ class Run:
                     self.save()
                 if self.is_over:
                     break
+        self.times = prepared.times
 
     def _progress_bar(self) -> Any:
         return tqdm.tqdm(
