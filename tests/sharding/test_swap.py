@@ -175,7 +175,7 @@ def test_training_mode_is_kept() -> None:
 
 
 class OwnCollection(EmbeddingBagCollection):
-    pass
+    """A subclass, which may behave in its own way."""
 
 
 def test_meta_tables_move_and_can_be_allocated_later() -> None:
