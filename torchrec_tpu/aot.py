@@ -2,27 +2,41 @@
 
 from __future__ import annotations
 
+import argparse
+import sys
 from collections.abc import Iterable, Iterator, Mapping
+from pathlib import Path
+from statistics import fmean
 from typing import TYPE_CHECKING, Any, Final
 
 import torch
 from torch import nn
+from torchrec.datasets.utils import Batch
 from torchrec.distributed.comm_ops import get_gradient_division
 from torchrec.sparse.jagged_tensor import KeyedJaggedTensor
 
 from torchrec_tpu.api import has_keys, kjts_in
 from torchrec_tpu.datasets.synthetic import MultiHot, Synthetic
+from torchrec_tpu.recipes import RECIPES, Recipe, capped, dlrm_v2_mlperf
 from torchrec_tpu.sharding.embeddings import SparseCoreCollection, collections_in
 from torchrec_tpu.sharding.swap import swap_embeddings
+from torchrec_tpu.sparsecore.aot.compile import DEADLINE_SECONDS, compile_program
+from torchrec_tpu.sparsecore.aot.probe import is_doubtful, suggest_feasible
 from torchrec_tpu.sparsecore.aot.program import Mode, Program, program_layout, trace_step
+from torchrec_tpu.sparsecore.aot.report import Report, Traffic, refused, report
+from torchrec_tpu.sparsecore.aot.topology import Topology, topology
 from torchrec_tpu.sparsecore.capacity import Capacity, observe
-from torchrec_tpu.sparsecore.errors import ProgramError
+from torchrec_tpu.sparsecore.errors import (
+    HbmError,
+    LimitsError,
+    ProgramError,
+    TorchrecTpuError,
+)
 from torchrec_tpu.sparsecore.layout import Combiner, Layout
 from torchrec_tpu.sparsecore.optimizers import OptimizerSpec
 from torchrec_tpu.training import build_model
 
 if TYPE_CHECKING:
-    from torchrec_tpu.recipes import Recipe
     from torchrec_tpu.sparsecore.aot.tracing import Loss
 
 NUM_FITTED_BATCHES: Final = 3
@@ -172,6 +186,31 @@ def trace(
 _layouts = layouts  # `trace` has an argument of that name
 
 
+def recipe_model(recipe: Recipe) -> nn.Module:
+    """A recipe's DLRM v2 with SparseCore collections, on "meta": the model that trains on CPU."""
+    model: nn.Module = build_model(recipe, device=torch.device("meta"))
+    swap_embeddings(model, optimizer=recipe.table_optimizer)
+    return model
+
+
+def recipe_batches(recipe: Recipe, *, batch_size: int) -> list[Batch]:
+    """Synthetic batches of one device with the recipe's skew: what its limits are fitted to."""
+    features = [
+        MultiHot(key=f.key, num_embeddings=f.num_embeddings, num_ids=f.num_ids)
+        for f in recipe.features
+    ]
+    return list(
+        Synthetic(
+            features,
+            num_dense=recipe.num_dense,
+            batch_size=batch_size,
+            num_batches=NUM_FITTED_BATCHES,
+            exponent=recipe.exponent,
+            seed=recipe.seed,
+        )
+    )
+
+
 def trace_recipe(
     recipe: Recipe,
     *,
@@ -182,7 +221,7 @@ def trace_recipe(
     capacities: Mapping[str, Mapping[str, Capacity]] | None = None,
     layouts: Mapping[str, Layout] | None = None,
 ) -> Program:
-    """A recipe's DLRM v2 as a program: the model that trains on the CPU, tables on "meta".
+    """A recipe's DLRM v2 as a program.
 
     Limits are fitted to synthetic batches of one device with the recipe's skew, unless given.
 
@@ -198,26 +237,9 @@ def trace_recipe(
     Raises:
         ProgramError: the batch does not divide by the devices; or as `trace`.
     """
-    if global_batch_size % num_devices:
-        raise ProgramError(
-            f"a global batch of {global_batch_size} does not divide by {num_devices} devices"
-        )
-    batch_size = global_batch_size // num_devices
-    model: nn.Module = build_model(recipe, device=torch.device("meta"))
-    swap_embeddings(model, optimizer=recipe.table_optimizer)
-    batches = list(
-        Synthetic(
-            [
-                MultiHot(key=f.key, num_embeddings=f.num_embeddings, num_ids=f.num_ids)
-                for f in recipe.features
-            ],
-            num_dense=recipe.num_dense,
-            batch_size=batch_size,
-            num_batches=NUM_FITTED_BATCHES,
-            exponent=recipe.exponent,
-            seed=recipe.seed,
-        )
-    )
+    batch_size = _per_device(global_batch_size, num_devices)
+    model = recipe_model(recipe)
+    batches = recipe_batches(recipe, batch_size=batch_size)
     if layouts is None:
         layouts = _layouts(
             model,
@@ -239,6 +261,152 @@ def trace_recipe(
     )
 
 
+def _per_device(global_batch_size: int, num_devices: int) -> int:
+    if global_batch_size % num_devices:
+        raise ProgramError(
+            f"a global batch of {global_batch_size} does not divide by {num_devices} devices"
+        )
+    return global_batch_size // num_devices
+
+
+# ----------------------------------------------------------------------------------------- compile
+
+
+def compile_for(
+    program: Program,
+    target: Topology | str,
+    *,
+    global_batch_size: int | None = None,
+    traffic: Mapping[tuple[str, str], Traffic] | None = None,
+    deadline_seconds: float = DEADLINE_SECONDS,
+    keep: bool = True,
+) -> Report:
+    """Compiles a program for a slice that need not exist, and says what it takes.
+
+    A program that needs too much memory gets a report too, with `fits=False` and the reasons.
+
+    Args:
+        program: from `trace`, for as many devices and cores.
+        target: the slice, e.g. "tpu7x:4x4x2".
+        global_batch_size: samples of all devices, to be shown.
+        traffic: see `report.roofline`; from `measure_traffic`.
+        deadline_seconds: wall time that the compiler may take.
+        keep: whether to use and keep results on disk.
+
+    Raises:
+        TopologyError: the slice does not exist.
+        ProgramError: the program is for another number of devices or cores.
+        DependencyError: jax, jaxlib or libtpu is missing or was never tested.
+        CompileError: the compiler refuses for another reason than memory, died, or took too long.
+    """
+    target = topology(target) if isinstance(target, str) else target
+    try:
+        compiled = compile_program(program, target, deadline_seconds=deadline_seconds, keep=keep)
+    except (LimitsError, HbmError) as error:
+        return refused(program, target, error, global_batch_size=global_batch_size)
+    return report(program, target, compiled, global_batch_size=global_batch_size, traffic=traffic)
+
+
+def compile_recipe(
+    recipe: Recipe,
+    target: Topology | str,
+    *,
+    global_batch_size: int,
+    mode: Mode = "exact",
+    headroom: float = 0.25,
+    deadline_seconds: float = DEADLINE_SECONDS,
+    keep: bool = True,
+) -> Report:
+    """A recipe's DLRM v2 on a slice that need not exist: traced, compiled, reported.
+
+    Limits are fitted to synthetic batches of one device with the recipe's skew. Where the compiler
+    refuses such a limit and takes a larger one, it gets the larger one.
+
+    Args:
+        recipe: model, optimizers and skew of the ids.
+        target: the slice, e.g. "tpu7x:4x4x2".
+        global_batch_size: samples of all devices.
+        mode: see `trace`.
+        headroom: what to add to the limits for batches to come, as a fraction.
+        deadline_seconds: as of `compile_for`, like what follows.
+        keep: whether to use and keep results on disk.
+
+    Raises:
+        ProgramError: the batch does not divide by the devices; or as `trace`.
+        TopologyError, DependencyError, CompileError: as `compile_for`.
+    """
+    target = topology(target) if isinstance(target, str) else target
+    num_devices, cores_per_device = target.num_devices, target.chip.cores_per_device
+    batch_size = _per_device(global_batch_size, num_devices)
+    model = recipe_model(recipe)
+    batches = recipe_batches(recipe, batch_size=batch_size)
+    of_slice = layouts(
+        model, num_devices=num_devices, cores_per_device=cores_per_device, batch_size=batch_size
+    )
+    capacities = fit_capacities(model, batches, of_slice, headroom=headroom)
+
+    def traced() -> Program:
+        return trace(
+            model,
+            batches[0],
+            num_devices=num_devices,
+            cores_per_device=cores_per_device,
+            dense_optimizer=recipe.dense_optimizer,
+            capacities=capacities,
+            mode=mode,
+            layouts=of_slice,
+        )
+
+    program = traced()
+    try:
+        feasible = {
+            stack: suggest_feasible(capacities[stack.collection][stack.name], stack, target)
+            for stack in program.stacks
+            if is_doubtful(stack, target)
+        }
+    except LimitsError as error:
+        return refused(program, target, error, global_batch_size=global_batch_size)
+    for stack, capacity in feasible.items():
+        capacities[stack.collection][stack.name] = capacity
+    if feasible:
+        program = traced()
+    return compile_for(
+        program,
+        target,
+        global_batch_size=global_batch_size,
+        traffic=measure_traffic(model, batches, of_slice),
+        deadline_seconds=deadline_seconds,
+        keep=keep,
+    )
+
+
+def measure_traffic(
+    model: nn.Module, batches: Iterable[object], layouts: Mapping[str, Layout]
+) -> dict[tuple[str, str], Traffic]:
+    """(collection, stack) -> rows and ids that a device looks up in a step, mean over batches.
+
+    Args:
+        model: has the collections.
+        batches: of one device, as the model gets them.
+        layouts: from `layouts`.
+    """
+    collections = dict(collections_in(model))
+    rows: dict[tuple[str, str], list[float]] = {}
+    ids: dict[tuple[str, str], list[float]] = {}
+    for batch in batches:
+        for fqn, kjt in _features(batch, collections):
+            layout = layouts[fqn]
+            preprocessor = collections[fqn].preprocessor(layout)
+            stats = preprocessor.measure(**collections[fqn].arrays(kjt))
+            for index, stack in enumerate(layout.stacks):
+                # Maxima over the cores of the device: what each of them needs, or a little less.
+                each = layout.num_local_cores
+                key = fqn, stack.name
+                rows.setdefault(key, []).append(each * float(stats.max_unique_ids[index].sum()))
+                ids.setdefault(key, []).append(each * float(stats.max_ids[index].sum()))
+    return {key: Traffic(rows=fmean(rows[key]), ids=fmean(ids[key])) for key in rows}
+
+
 def _features(
     batch: object, collections: Mapping[str, SparseCoreCollection]
 ) -> Iterator[tuple[str, KeyedJaggedTensor]]:
@@ -247,3 +415,66 @@ def _features(
         for fqn, collection in collections.items():
             if has_keys(kjt, collection):
                 yield fqn, kjt
+
+
+# ------------------------------------------------------------------------------------ command line
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """The options of `torchrec-tpu aot`."""
+    parser.add_argument("--topology", required=True, help='the slice, e.g. "tpu7x:4x4x2"')
+    parser.add_argument(
+        "--recipe", required=True, choices=sorted(_RECIPES), help="model, optimizers and skew"
+    )
+    parser.add_argument(
+        "--global-batch", required=True, type=int, metavar="N", help="samples of all devices"
+    )
+    parser.add_argument(
+        "--pipelined",
+        action="store_true",
+        help="SparseCores and TensorCore work at once; lookups are one update behind",
+    )
+    parser.add_argument(
+        "--max-rows", type=int, metavar="N", help="no table longer than this (default: as it is)"
+    )
+    parser.add_argument(
+        "--headroom",
+        type=float,
+        default=0.25,
+        metavar="X",
+        help="what to add to limits for batches to come, as a fraction (default: %(default)s)",
+    )
+    parser.add_argument(
+        "--deadline",
+        type=float,
+        default=DEADLINE_SECONDS,
+        metavar="SECONDS",
+        help="wall time of the compiler (default: %(default)g)",
+    )
+    parser.add_argument("--json", type=Path, metavar="FILE", help="also write the report as JSON")
+
+
+def command(args: argparse.Namespace) -> int:
+    """Prints the report; 0 when the step fits, 1 when not, 2 when there is none."""
+    recipe = _RECIPES[args.recipe]()
+    if args.max_rows is not None:
+        recipe = capped(recipe, max_rows=args.max_rows)
+    try:
+        found = compile_recipe(
+            recipe,
+            args.topology,
+            global_batch_size=args.global_batch,
+            mode="pipelined" if args.pipelined else "exact",
+            headroom=args.headroom,
+            deadline_seconds=args.deadline,
+        )
+    except TorchrecTpuError as error:
+        print(f"error: {error}", file=sys.stderr)
+        return 2
+    print(found)
+    if args.json is not None:
+        args.json.write_text(found.to_json() + "\n")
+    return 0 if found.fits else 1
+
+
+_RECIPES: Final = {"dlrm_v2": dlrm_v2_mlperf, **RECIPES}

@@ -37,6 +37,11 @@ COMMANDS = (
         module="torchrec_tpu.training.command",
     ),
     Command(
+        name="aot",
+        help="compile a training step for a TPU slice that you don't have, and say what it takes",
+        module="torchrec_tpu.aot",
+    ),
+    Command(
         name="report",
         help="tables and plots of run records",
         module="torchrec_tpu.report",

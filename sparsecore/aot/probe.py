@@ -27,6 +27,20 @@ _FACTORS: Final = (1.25, 1.5, 2, 3, 4, 5, 6, 8)
 """What max_unique_ids is multiplied by, one after the other."""
 
 
+def is_doubtful(stack: StackFacts, target: Topology) -> bool:
+    """Whether limits are near some that were refused, so that a probe is worth its seconds.
+
+    Refusals began at 36 B of a tile's memory for each distinct row (update), and at rows that fill
+    all tiles of a core (lookup); half of that is doubtful.
+    """
+    chip = target.chip
+    return (
+        2 * 36 * stack.max_unique_ids > chip.tile_memory_bytes
+        or 2 * 4 * (stack.dim + 1) * stack.max_unique_ids
+        > chip.tiles_per_core * chip.tile_memory_bytes
+    )
+
+
 def why_infeasible(
     stack: StackFacts, target: Topology | str, *, deadline_seconds: float = DEADLINE_SECONDS
 ) -> LimitsError | None:
