@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from typing import TYPE_CHECKING, Any, Final, Unpack
@@ -204,7 +205,7 @@ def _scan(
         if module in seen:
             return
         seen.add(module)
-        reason = _reason_to_keep(module)
+        reason = _reason_to_keep(module) or _reason_of_ties(module, owners)
         if reason is not None:
             kept.append(KeptModule(module=fqn, type=type(module).__name__, reason=reason))
         elif _is_plain(module):
@@ -214,6 +215,7 @@ def _scan(
                 visit(f"{fqn}.{name}" if fqn else name, child)
 
     seen: set[nn.Module] = set()
+    owners = Counter(p for module in model.modules() for p in module.parameters(recurse=False))
     visit("", model)
     return found, kept
 
@@ -244,6 +246,16 @@ def _reason_to_keep(module: nn.Module) -> str | None:
     except TableError as error:
         return str(error)
     return None
+
+
+def _reason_of_ties(module: nn.Module, owners: Mapping[nn.Parameter, int]) -> str | None:
+    """Why a collection must stay whose parameters other modules have too."""
+    if not _is_plain(module):
+        return None
+    tied = [config.name for config, weight in _tables(module) if owners[weight] > 1]
+    if not tied:
+        return None
+    return f"tables {', '.join(tied)} share their parameter with another module (tied weights)"
 
 
 def _tables(

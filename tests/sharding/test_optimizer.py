@@ -3,12 +3,15 @@
 import copy
 from collections.abc import Callable
 from operator import attrgetter
+from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 from torch import nn
+from torch.distributed import checkpoint
 from torch.optim.lr_scheduler import CosineAnnealingLR, LambdaLR, LRScheduler, OneCycleLR
+from torchrec import EmbeddingBagCollection
 from torchrec.optim.keyed import CombinedOptimizer, KeyedOptimizerWrapper
 from torchrec.optim.optimizers import in_backward_optimizer_filter
 from torchrec.optim.warmup import WarmupOptimizer, WarmupPolicy, WarmupStage
@@ -18,6 +21,7 @@ from twin import (
     Twin,
     assert_equal_training,
     assert_same_bits,
+    bag_configs,
     gradient_like,
     outputs,
     pooled,
@@ -249,6 +253,28 @@ def test_a_checkpoint_without_steps_is_loaded_with_a_warning() -> None:
     assert snapshot(ours)["users.step"] == 1
     ours.fused_optimizer.set_optimizer_step(7)
     assert snapshot(ours)["users.step"] == 7
+
+
+@pytest.mark.filterwarnings("ignore:torch.distributed is disabled")
+def test_a_distributed_checkpoint_of_one_process_is_plain_tables(tmp_path: Path) -> None:
+    """Written from the live tensors, read into them, and read by TorchRec's own collection."""
+
+    def parts(collection: SparseCoreCollection) -> dict[str, Any]:
+        return {
+            "model": collection.state_dict(),
+            "optimizer": collection.fused_optimizer.state_dict(),
+        }
+
+    ours, other = pooled(optimizer=adam(lr=0.1)), pooled(optimizer=adam(lr=0.1), num_devices=2)
+    train(ours, [random_kjt(0), random_kjt(1)])
+    checkpoint.save(parts(ours), checkpoint_id=tmp_path, no_dist=True)
+    checkpoint.load(parts(other), checkpoint_id=tmp_path, no_dist=True)
+    assert_same_bits(snapshot(other), snapshot(ours))
+    assert snapshot(other)["users.step"] == 2
+
+    theirs = {"model": EmbeddingBagCollection(bag_configs()).state_dict()}
+    checkpoint.load(theirs, checkpoint_id=tmp_path, no_dist=True)
+    assert_same_bits(theirs["model"], ours.state_dict())
 
 
 def test_param_groups_are_saved_on_request() -> None:

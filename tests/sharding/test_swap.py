@@ -237,6 +237,22 @@ def test_the_report_says_what_did_not_move_and_why() -> None:
     assert [module["module"] for module in document["kept"]] == list(reasons)
 
 
+def test_tied_weights_stay_where_all_their_gradients_are_summed() -> None:
+    model = nn.ModuleDict(
+        {
+            "sequences": EmbeddingCollection(sequence_configs()),
+            "output": nn.Linear(8, 53, bias=False),
+            "bags": EmbeddingBagCollection(bag_configs()),
+        }
+    )
+    model["output"].weight = model["sequences"].embeddings["users"].weight
+    report = swap_embeddings(model, optimizer=sgd())
+    assert {table.module for table in report.moved} == {"bags"}
+    (kept,) = report.kept
+    assert kept.module == "sequences"
+    assert "users share their parameter" in kept.reason
+
+
 def test_a_second_swap_finds_nothing() -> None:
     model = TwoTowers()
     assert len(swap_embeddings(model, optimizer=sgd()).moved) == 6
