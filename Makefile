@@ -40,8 +40,8 @@ format: $(VENV)/.package ## rewrite files in the project's style and regenerate 
 	$(BIN)/python -m torchrec_tpu.sparsecore.rules --write
 	git ls-files -z '*.cc' '*.h' '*.inc' | xargs -0r $(BIN)/clang-format -i
 
-bench: $(VENV)/.package ## measure this machine; results are JSON files in benchmarks/results
-	for script in benchmarks/bench_*.py; do $(BIN)/python "$$script" || exit 1; done
+bench: $(VENV)/.package ## measure preprocessing and execution on this machine, beside what is installed
+	for script in benchmarks/*.py; do $(BIN)/python "$$script" || exit 1; done
 
 docs: $(VENV)/.docs ## build the documentation site into build/site
 	$(BIN)/mkdocs build --strict
