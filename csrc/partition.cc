@@ -143,7 +143,7 @@ SortPlan PlanOf(const PartitionItem& item, const KeyMap& map, std::int64_t bucke
   plan.low_bits = BitsOf(std::max<std::int64_t>(num_low - 1, 0));
   const std::int32_t needed = std::max(map.core_bits, key_bits + plan.low_bits - 32);
   // Less than eight buckets are not worth it: each id would wait for the one before to be counted.
-  std::int32_t wanted = std::min(BitsOf(item.size / bucket_size), kMaxBucketBits);
+  std::int32_t wanted = std::min(BitsOf(item.size / bucket_size), kMaxWantedBucketBits);
   if (wanted < 3) wanted = 0;
   // With few bits, and ids enough to pay for the counters, the buckets are the sort.
   if (key_bits <= std::min(9, BitsOf(item.size))) wanted = key_bits;

@@ -49,15 +49,17 @@ struct ThreadPool::Workers {
         Pause();
       {
         std::unique_lock lock(mutex);
-        wake.wait(lock, [&] { return stop || generation.load(std::memory_order_relaxed) != seen; });
+        if (!is_open) seen = generation.load(std::memory_order_relaxed);  // slept through it
+        wake.wait(lock, [&] {
+          return stop || (is_open && generation.load(std::memory_order_relaxed) != seen);
+        });
         if (stop) return;
         seen = generation.load(std::memory_order_relaxed);
+        busy.fetch_add(1, std::memory_order_relaxed);
       }
       Work(worker);
-      if (busy.fetch_sub(1, std::memory_order_acq_rel) == 1) {
-        std::lock_guard lock(mutex);
-        done.notify_all();
-      }
+      const std::lock_guard lock(mutex);
+      if (busy.fetch_sub(1, std::memory_order_acq_rel) == 1) done.notify_all();
     }
   }
 
@@ -75,9 +77,10 @@ struct ThreadPool::Workers {
   std::condition_variable done;
   std::atomic<std::uint64_t> generation{0};
   std::atomic<std::int64_t> next{0};
-  std::atomic<int> busy{0};
+  std::atomic<int> busy{0};  // threads at work on the open job
   std::int64_t num_items = 0;
   const Body* body = nullptr;
+  bool is_open = false;  // the job takes threads
   bool stop = false;
 };
 
@@ -106,11 +109,16 @@ void ThreadPool::Run(std::int64_t num_items, const Body& body) {
     workers.body = &body;
     workers.num_items = num_items;
     workers.next.store(0, std::memory_order_relaxed);
-    workers.busy.store(num_threads_ - 1, std::memory_order_relaxed);
+    workers.is_open = true;
     workers.generation.fetch_add(1, std::memory_order_release);
   }
   workers.wake.notify_all();
   workers.Work(0);
+  {
+    // Who has not come by now need not: on a busy machine waking may take longer than the work.
+    const std::lock_guard lock(workers.mutex);
+    workers.is_open = false;
+  }
   for (int spin = 0; spin < kSpins && workers.busy.load(std::memory_order_acquire) > 0; ++spin)
     Pause();
   std::unique_lock lock(workers.mutex);

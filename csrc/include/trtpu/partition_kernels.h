@@ -16,7 +16,9 @@
 
 namespace trtpu {
 
-inline constexpr std::int32_t kMaxBucketBits = 12;
+// Beyond the second bound buckets do not pay, but may be needed for the rest to fit a word.
+inline constexpr std::int32_t kMaxBucketBits = 16;
+inline constexpr std::int32_t kMaxWantedBucketBits = 12;
 inline constexpr std::int32_t kMaxDigitBits = 10;
 inline constexpr std::int32_t kMaxDigits = 4;
 // For the digits of a bucket, in two copies.
