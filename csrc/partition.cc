@@ -411,6 +411,10 @@ PartitionProblem PlanBatch(PartitionState& state, const KjtView& kjt,
       if (layout.combiners[i] == Combiner::kNone) {
         state.num_samples[i] = starts[kjt.batch_size] - starts[0];
         state.samples_per_core[i] = (state.num_samples[i] + num_local - 1) / num_local;
+        if (!layout.sequence_samples_per_core.empty()) {
+          state.samples_per_core[i] =
+              std::max(state.samples_per_core[i], layout.sequence_samples_per_core[i]);
+        }
       } else {
         state.num_samples[i] = kjt.batch_size;
         state.samples_per_core[i] = padded_batch_size / num_local;

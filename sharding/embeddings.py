@@ -250,10 +250,12 @@ class _Collection(FusedOptimizerModule, nn.Module):
         *,
         batch_size: int | None = None,
         capacity: Mapping[str, Capacity] | None = None,
+        sequence_ids: Mapping[str, int] | None = None,
     ) -> Preprocessor:
         """A preprocessor with this collection's settings for another layout of its tables.
 
-        Call it with `arrays(kjt)`. `batch_size` and `capacity` are static limits, as in `Options`.
+        Call it with `arrays(kjt)`. `batch_size`, `capacity` and `sequence_ids` are static limits:
+        see `Preprocessor`.
         """
         return Preprocessor(
             layout,
@@ -262,6 +264,7 @@ class _Collection(FusedOptimizerModule, nn.Module):
             num_threads=self._num_threads,
             id_policy=self._id_policy,
             is_weighted=self._is_weighted,
+            sequence_ids=sequence_ids,
         )
 
     def arrays(self, features: KeyedJaggedTensor) -> dict[str, Any]:

@@ -59,6 +59,8 @@ class Partitioner:
         combiners: (F) 0 sum, 1 mean, 2 sqrtn, 3 none (sequence).
         num_stacks, num_cores, num_local_cores: see sparsecore/layout.py.
         pool: shared with whoever likes.
+        sequence_samples_per_core: (F) the least samples of a core for each sequence feature; None
+            for what a batch needs.
 
     Raises:
         ValueError: tables that contradict each other, or rows that int32 cannot number.
@@ -72,6 +74,7 @@ class Partitioner:
         num_cores: int,
         num_local_cores: int,
         pool: ThreadPool,
+        sequence_samples_per_core: npt.NDArray[np.int64] | None = None,
     ) -> None: ...
     def partition(
         self,

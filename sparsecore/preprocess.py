@@ -72,9 +72,12 @@ class Preprocessor:
             reads row 0 (as FBGEMM does), "drop" leaves them out of their bag, and turns them into
             zeros in a sequence. Clamped and dropped ids are counted in `Stats.num_invalid`.
         is_weighted: whether bags are weighted. Sequences never are.
+        sequence_ids: KJT key -> the most ids of this process, for sequence features whose samples
+            shall be laid out alike in every batch, as a compiled program needs it.
 
     Raises:
-        LayoutError: `capacity` names a stack that does not exist.
+        LayoutError: `capacity` names a stack that does not exist, or `sequence_ids` a feature that
+            is no sequence.
         BatchSizeError: batch_size is not positive, or more than int32 can index.
     """
 
@@ -87,6 +90,7 @@ class Preprocessor:
         num_threads: int | None = None,
         id_policy: IdPolicy = "error",
         is_weighted: bool = False,
+        sequence_ids: Mapping[str, int] | None = None,
     ) -> None:
         if batch_size is not None and batch_size < 1:
             raise BatchSizeError(f"batch_size={batch_size} must be >= 1, or None for any")
@@ -107,7 +111,16 @@ class Preprocessor:
         if unknown := [name for name in capacity if name not in names]:
             raise LayoutError(f"capacity is given for unknown stacks {unknown}; stacks: {names}")
 
+        sequence_ids = dict(sequence_ids or {})
+        sequences = {f.key for f in layout.features if f.combiner is Combiner.NONE}
+        if unknown := sorted(sequence_ids.keys() - sequences):
+            raise LayoutError(
+                f"sequence_ids are given for {unknown}, the sequence features are "
+                f"{sorted(sequences)}"
+            )
+
         self.layout = layout
+        self.sequence_ids: Mapping[str, int] = sequence_ids
         self.batch_size = batch_size
         self.capacity: Mapping[str, Capacity] = capacity
         self.id_policy: IdPolicy = id_policy
@@ -124,6 +137,13 @@ class Preprocessor:
             layout.num_cores,
             layout.num_local_cores,
             ThreadPool(_num_cpus() if num_threads is None else num_threads),
+            np.array(
+                [
+                    -(-sequence_ids.get(f.key, 0) // layout.num_local_cores)
+                    for f in layout.stack_order_features
+                ],
+                np.int64,
+            ),
         )
 
     def __call__(
@@ -151,7 +171,7 @@ class Preprocessor:
             MissingKeyError, DuplicateKeyError: by their names.
             KjtError: arrays of a wrong type or shape, or that contradict each other.
             WeightsError: weights are missing, not float32, or not finite.
-            BatchSizeError: more samples than `batch_size`.
+            BatchSizeError: more samples than `batch_size`, or ids than `sequence_ids`.
             IdRangeError: an id outside its table, with id_policy="error".
             CapacityError: a stack does not fit its capacity.
             BatchLayoutError: `out` is of another layout or too small.
@@ -257,6 +277,14 @@ class Preprocessor:
             assert offsets is not None
             lengths = np.diff(offsets)
         columns = [keys.index(feature.key) for feature in self.layout.features]
+        for feature, num_ids in zip(
+            self.layout.stack_order_features, partition.num_samples.tolist(), strict=True
+        ):
+            if num_ids > self.sequence_ids.get(feature.key, num_ids):
+                raise BatchSizeError(
+                    f"feature {feature.key!r} has {num_ids} ids, sequence_ids allows "
+                    f"{self.sequence_ids[feature.key]}; split the batch or raise the limit"
+                )
         return batch_size, lengths.reshape(len(keys), batch_size)[columns], partition
 
     def _columns_of(self, keys: tuple[str, ...]) -> npt.NDArray[np.int32]:

@@ -34,6 +34,7 @@ class Placement:
         layouts: FQN -> layout, those of the program.
         dense_optimizer: of the program. Replace the attribute to change its learning rate.
         batch_size: samples of one device.
+        sequence_ids: KJT key -> the most ids of one device that the program was traced with.
 
     Raises:
         ProgramError: `layouts` or `batch_size` are not those of the program.
@@ -56,11 +57,13 @@ class Placement:
         layouts: Mapping[str, Layout],
         dense_optimizer: OptimizerSpec,
         batch_size: int,
+        sequence_ids: Mapping[str, int] | None = None,
     ) -> None:
         self.dense_optimizer = dense_optimizer
         self._model = model
         self._program = program
         self._batch_size = batch_size
+        self._sequence_ids = dict(sequence_ids or {})
         self._layouts = dict(layouts)
         self._collections = dict(collections_in(model))
         facts = {_prefix(f.collection, f.name): f for f in program.stacks}
@@ -88,7 +91,7 @@ class Placement:
 
     def _preprocessor(self, fqn: str, facts: Mapping[str, StackFacts]) -> Preprocessor:
         layout, cores = self._layouts[fqn], self._program.cores_per_device
-        shape = Shape.of(layout, batch_size=self._batch_size, sequence_ids={})
+        shape = Shape.of(layout, batch_size=self._batch_size, sequence_ids=self._sequence_ids)
         for stack in layout.stacks:
             fact = facts[stack.name]
             found = (cores * stack.rows_per_core, stack.dim, shape.samples(stack))
@@ -108,6 +111,11 @@ class Placement:
                     buffer_ids=fact.slots_per_device // cores,
                 )
                 for name, fact in facts.items()
+            },
+            sequence_ids={
+                key: ids
+                for key, ids in self._sequence_ids.items()
+                if any(key == feature.key for feature in layout.features)
             },
         )
 
@@ -196,7 +204,7 @@ class Placement:
                         sparse[fqn].append(self._preprocessors[fqn](**collection.arrays(kjt)))
             for name, tensor in tensors_in(batch).items():
                 inputs.setdefault(name, []).append(tensor.detach().numpy())
-        return make_feed(sparse, inputs, self._layouts)
+        return make_feed(sparse, inputs, self._layouts, batch_size=self._batch_size)
 
     def _arrays(self, fqn: str, stack: Stack) -> dict[str, dict[str, Array]]:
         """The live arrays of a stack, by the program's name for them and by table."""

@@ -243,7 +243,8 @@ class PyPartitioner {
 
 std::unique_ptr<PyPartitioner> MakePartitioner(const py::array& tables, const py::array& combiners,
                                                std::int32_t num_stacks, std::int32_t num_cores,
-                                               std::int32_t num_local_cores, ThreadPool& pool) {
+                                               std::int32_t num_local_cores, ThreadPool& pool,
+                                               const std::optional<py::array>& sequences) {
   if (!HasType<std::int64_t>(tables) || !(tables.flags() & py::array::c_style) ||
       tables.ndim() != 2 || tables.shape(1) != 6) {
     throw py::value_error("tables must be a contiguous int64 array of shape (T, 6), got " +
@@ -252,6 +253,7 @@ std::unique_ptr<PyPartitioner> MakePartitioner(const py::array& tables, const py
   const std::int32_t* combiner = Typed<std::int32_t>("combiners", combiners, -1);
   Layout layout{.tables = {},
                 .combiners = {},
+                .sequence_samples_per_core = {},
                 .num_stacks = num_stacks,
                 .num_cores = num_cores,
                 .num_local_cores = num_local_cores};
@@ -272,6 +274,11 @@ std::unique_ptr<PyPartitioner> MakePartitioner(const py::array& tables, const py
   }
   for (py::ssize_t f = 0; f < combiners.size(); ++f) {
     layout.combiners.push_back(static_cast<Combiner>(combiner[f]));
+  }
+  if (sequences) {
+    const std::int64_t* samples =
+        Typed<std::int64_t>("sequence_samples_per_core", *sequences, combiners.size());
+    layout.sequence_samples_per_core.assign(samples, samples + combiners.size());
   }
   if (const std::string problem = CheckLayout(layout); !problem.empty()) {
     throw py::value_error(problem);
@@ -295,7 +302,7 @@ void RegisterPreprocess(py::module_& m) {
   py::class_<PyPartitioner>(m, "Partitioner", "Sorts, merges and packs KJT batches for one layout.")
       .def(py::init(&MakePartitioner), py::arg("tables"), py::arg("combiners"),
            py::arg("num_stacks"), py::arg("num_cores"), py::arg("num_local_cores"), py::arg("pool"),
-           py::keep_alive<1, 7>())
+           py::arg("sequence_samples_per_core") = py::none(), py::keep_alive<1, 7>())
       .def("partition", &PyPartitioner::Partition, py::arg("values"), py::arg("lengths"),
            py::arg("offsets"), py::arg("weights"), py::arg("key_of_feature"), py::arg("num_keys"),
            py::arg("batch_size"), py::arg("padded_batch_size"), py::arg("id_policy"))

@@ -66,6 +66,8 @@ def make_feed(
     batches: Mapping[str, Sequence[SparseBatch]],
     inputs: Mapping[str, Sequence[Array]],
     layouts: Mapping[str, Layout],
+    *,
+    batch_size: int,
 ) -> Feed:
     """The feed of one step.
 
@@ -75,6 +77,7 @@ def make_feed(
         inputs: name -> the tensor's value on each device, names as in `Program.arguments` without
             "input/".
         layouts: collection -> layout, for the names of its stacks.
+        batch_size: static batch size of a device.
     """
     buffers: dict[str, Array] = {}
     lengths: dict[str, Array] = {}
@@ -87,12 +90,20 @@ def make_feed(
                 )
         if of_devices[0].lengths is not None:
             lengths[f"{collection}/lengths".lstrip("/")] = np.stack(
-                [np.asarray(batch.lengths, np.int32) for batch in of_devices]
+                [_padded(batch.lengths, batch_size) for batch in of_devices]
             )
     return Feed(
         buffers=buffers,
         inputs={f"input/{name}": np.stack(list(value)) for name, value in inputs.items()} | lengths,
     )
+
+
+def _padded(lengths: Array | None, batch_size: int) -> Array:
+    """(F, B) int32 from the lengths of a batch of at most B samples."""
+    assert lengths is not None
+    padded = np.zeros((len(lengths), batch_size), np.int32)
+    padded[:, : lengths.shape[1]] = lengths
+    return padded
 
 
 def zeros(argument: Argument, *, num_devices: int) -> Array:

@@ -13,6 +13,7 @@ from hypothesis import strategies as st
 from oracle import Arrays, assert_equal, expect
 
 from torchrec_tpu.sparsecore import Capacity, Combiner, Preprocessor, Table, make_layout
+from torchrec_tpu.sparsecore.backends.reference import ReferenceBackend
 from torchrec_tpu.sparsecore.errors import (
     BatchLayoutError,
     BatchSizeError,
@@ -526,3 +527,25 @@ def test_a_dropped_preprocessor_gives_its_memory_back():
     del preprocessor
     gc.collect()
     assert_equal(batch, expect(LAYOUT, GOOD), LAYOUT)  # the batch outlives it
+
+
+def test_sequence_ids_lay_every_batch_out_alike():
+    """What a compiled program needs: the same samples of a core whatever the number of ids."""
+    layout = make_layout(
+        [Table(name="t", num_embeddings=50, embedding_dim=8, combiner="none", features=("f",))]
+    )
+    preprocessor = Preprocessor(layout, batch_size=4, sequence_ids={"f": 12})
+    for num_ids in (0, 5, 12):
+        ids = np.arange(num_ids)
+        lengths = np.array([num_ids, 0, 0, 0])
+        batch = preprocessor(["f"], ids, lengths=lengths)
+        assert batch.samples_per_core == (6,)
+        assert batch.num_samples == (num_ids,)
+        table = np.arange(50 * 8, dtype=np.float32).reshape(50, 8)
+        out = np.full(num_ids * 8, np.nan, np.float32)
+        ReferenceBackend().lookup(batch.stacks, [table], layout.geometry(batch), out)
+        np.testing.assert_array_equal(out.reshape(-1, 8), table[ids])
+    with pytest.raises(BatchSizeError, match="has 13 ids, sequence_ids allows 12"):
+        preprocessor(["f"], np.arange(13), lengths=np.array([13, 0, 0, 0]))
+    with pytest.raises(LayoutError, match=r"\['g'\], the sequence features are \['f'\]"):
+        Preprocessor(layout, sequence_ids={"g": 1})

@@ -23,6 +23,8 @@ struct TableLayout {
 struct Layout {
   std::vector<TableLayout> tables;  // stack order
   std::vector<Combiner> combiners;  // one per feature, stack order
+  // The least samples of a core for each sequence feature, stack order; empty: what a batch needs.
+  std::vector<std::int64_t> sequence_samples_per_core;
   std::int32_t num_stacks;
   std::int32_t num_cores;        // partitions
   std::int32_t num_local_cores;  // source cores of this process

@@ -162,16 +162,14 @@ def _expression(value, ir, *, names):
     details = {key: str(owner.attributes[key]) for key in names if key in owner.attributes}
     if name == "stablehlo.custom_call":
         details["backend_config"] = json.loads(owner.attributes["backend_config"].value)
-        details["has_side_effect"] = str(
-            owner.attributes["has_side_effect"]
-            if "has_side_effect" in owner.attributes
-            else "false"
-        )
+        has_effect = "has_side_effect" in owner.attributes
+        details["has_side_effect"] = has_effect and owner.attributes["has_side_effect"].value
     return (name, *details.items(), [str(r.type) for r in owner.results], operands)
 
 
 ATTRIBUTES = (
-    "call_target_name", "api_version", "index", "mhlo.frontend_attributes", "sizes", "comparison_direction",
+    "call_target_name", "api_version", "index", "mhlo.frontend_attributes", "sizes",
+    "comparison_direction",
 )  # fmt: skip
 
 
