@@ -5,6 +5,8 @@ Legend: V num_embeddings, D embedding_dim, T tables.
 
 from __future__ import annotations
 
+import itertools
+import math
 import warnings
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
@@ -92,35 +94,37 @@ class FusedEmbeddingOptimizer(FusedOptimizer):
             buffers: the lookup's.
             geometry: the lookup's.
             tables: names in the order of the geometry.
+
+        Raises:
+            OptimizerError: a learning rate or another setting is not finite; nothing has changed.
         """
         group_of = {weight: group for group in self.param_groups for weight in group["params"]}
         calls: dict[tuple[str, float], list[int]] = {}
         for index, table in enumerate(tables):
-            weight = self.params[self._keys[table]]
+            weight = self.weight(table)
             if weight.requires_grad:
                 max_gradient = group_of[weight]["max_gradient"] or 0.0
                 calls.setdefault((self._specs[table].rule.name, max_gradient), []).append(index)
+        arguments = []
         for (rule, max_gradient), indices in calls.items():
             names = [tables[index] for index in indices]
-            weights = [self.params[self._keys[name]] for name in names]
-            operands = [
-                self._operands(name, group_of[weight])
-                for name, weight in zip(names, weights, strict=True)
-            ]
-            ops.sparse_dense_matmul_update_(
-                grad,
-                buffers,
-                [weight.detach() for weight in weights],
-                [slot for name in names for slot in self.slots(name)],
-                torch.tensor(operands, dtype=torch.float32),
-                (geometry if len(indices) == len(tables) else geometry.select(indices)).encode(),
-                rule,
-                max_gradient,
+            operands = [self._operands(name, group_of[self.weight(name)]) for name in names]
+            arguments.append(
+                (
+                    [self.weight(name).detach() for name in names],
+                    [slot for name in names for slot in self.slots(name)],
+                    torch.tensor(operands, dtype=torch.float32),
+                    geometry.select(indices).encode(),
+                    rule,
+                    max_gradient,
+                )
             )
-            for name in names:
-                step = self._step(name)
-                if step is not None:
-                    step.add_(1)
+        for call in arguments:  # nothing has changed before all of them are ready
+            ops.sparse_dense_matmul_update_(grad, buffers, *call)
+        for index in itertools.chain(*calls.values()):
+            step = self._step(tables[index])
+            if step is not None:
+                step.add_(1)
 
     def weight(self, table: str) -> nn.Parameter:
         """The live weights of one table, (V, D)."""
@@ -247,7 +251,10 @@ class FusedEmbeddingOptimizer(FusedOptimizer):
         rule = self._specs[table].rule
         step = self._step(table)
         hyper = {name: float(group[name]) for name in rule.hyper}
-        return rule.prepare(1 if step is None else int(step) + 1 + ahead, hyper)
+        operands = rule.prepare(1 if step is None else int(step) + 1 + ahead, hyper)
+        if not all(map(math.isfinite, operands)):
+            raise OptimizerError(f"table {table!r}: {hyper} makes {rule.name} step by {operands}")
+        return operands
 
     def _step(self, table: str) -> Tensor | None:
         return self.state[self.params[self._keys[table]]].get(f"{table}.step")

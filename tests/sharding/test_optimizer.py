@@ -127,6 +127,16 @@ def test_every_setting_of_a_group_is_live() -> None:
         ours.fused_optimizer.update_hyper_parameters({"momentum": 0.9})
 
 
+def test_a_learning_rate_that_is_not_finite_is_refused_before_any_update() -> None:
+    ours = pooled(optimizer={"users": sgd(), "goods": adam(), "tags": sgd()})
+    before = snapshot(ours)
+    ours.fused_optimizer.param_groups[1]["lr"] = float("nan")
+    output = outputs(ours, random_kjt(0))
+    with pytest.raises(OptimizerError, match=r"table 'goods'.*nan"):
+        output.sum().backward()
+    assert_same_bits(snapshot(ours), before)
+
+
 def test_step_and_zero_grad_change_nothing() -> None:
     ours = pooled(optimizer=adam(lr=0.1))
     train(ours, [random_kjt(0)])
