@@ -197,7 +197,8 @@ def host_environment(num_devices: int) -> dict[str, str]:
     """
     return {
         "JAX_PLATFORMS": "cpu",
-        "XLA_FLAGS": f"--xla_force_host_platform_device_count={num_devices}",
+        "XLA_FLAGS": f"--xla_force_host_platform_device_count={num_devices} "
+        "--xla_backend_optimization_level=0",  # compiling takes longer than the few steps
     }
 
 

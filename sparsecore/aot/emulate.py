@@ -109,12 +109,12 @@ def decode(call: Call, buffers: Sequence[JaxArray], *, rows: int, samples: int) 
         starts, ends = (starts + first).ravel(), (lines + first).ravel()
     slot = jnp.arange(num_slots)
     run = jnp.searchsorted(starts, slot, side="right") - 1
-    is_id = slot < ends[run]
+    core = core_of_line[run // call.num_cores]
+    is_id = (slot < ends[run]) & (core < cores)
     is_new = is_id & ((slot == starts[run]) | (ids != jnp.roll(ids, 1)))
     unique_ids = jnp.zeros(len(ends), jnp.int32).at[run].add(is_new)
     is_sound = (ends - starts <= call.max_ids) & (unique_ids <= call.max_unique_ids)
     is_inside = (ids >= 0) & (ids < rows) & (sample_ids >= 0) & (sample_ids < samples)
-    core = core_of_line[run // call.num_cores]
     return Slots(
         is_id=is_id,
         partitions=run % call.num_cores,

@@ -59,7 +59,7 @@ class Case:
         for feature, part in zip(layout.features, lengths.reshape(len(keys), -1), strict=True):
             rows = layout.stacked_table(feature.table).table.num_embeddings
             values.append((rng.random(part.sum()) ** 2 * rows).astype(np.int32))
-        limits = {s.name: Capacity(max_ids=40, max_unique_ids=24) for s in layout.stacks}
+        limits = {s.name: Capacity(max_ids=104, max_unique_ids=72) for s in layout.stacks}
         batch = Preprocessor(layout, capacity=limits, is_weighted=True)(
             keys,
             np.concatenate(values),
