@@ -173,8 +173,12 @@ def compile_with_libtpu(
             )
         compile_options.env_option_overrides = list(options.items())
         with mlir() as bindings:
+            try:
+                module = bindings.ir.Module.parse(text)
+            except bindings.ir.MLIRError as error:
+                raise CompilerRefusal(str(error)) from None
             executable = devices[0].client.compile(
-                bindings.ir.Module.parse(text), _jax.DeviceList(tuple(devices)), compile_options
+                module, _jax.DeviceList(tuple(devices)), compile_options
             )
     except JaxRuntimeError as error:
         raise CompilerRefusal(str(error)) from error

@@ -418,12 +418,12 @@ def _read(key: str) -> dict[str, Any] | None:
     path = _path(key)
     try:
         entry = json.loads(gzip.decompress(path.read_bytes()))
-        if entry.pop("key") != key:
-            raise ValueError("another program's result")
+        if not isinstance(entry, dict) or entry.pop("key", None) != key:
+            raise ValueError("not this program's result")
         result: dict[str, Any] = entry
     except FileNotFoundError:
         return None
-    except (OSError, EOFError, zlib.error, ValueError, KeyError, AttributeError) as error:
+    except (OSError, EOFError, zlib.error, ValueError) as error:
         logger.warning("%s is damaged (%s); the program is compiled again", path, error)
         return None
     return result

@@ -16,6 +16,7 @@ from typing import Final
 
 from torchrec_tpu.sparsecore.aot.program import ITEM_BYTES
 from torchrec_tpu.sparsecore.errors import CompileError
+from torchrec_tpu.sparsecore.layout import round_up
 
 _SPARSECORE: Final = 'async_execution_thread="sparsecore"'
 _EMBEDDING: Final = "OFFLOAD_EMBEDDING"
@@ -394,10 +395,12 @@ def _unpadded_bytes(dtype: str, shape: tuple[int, ...]) -> int:
 
 
 def _padded_bytes(dtype: str, shape: tuple[int, ...], layout: str) -> int:
-    """Bytes of an array whose minor dimensions are padded to its tile.
+    """Bytes of an array whose minor dimensions are padded to its tile, and all of it to its L.
 
     >>> _padded_bytes("f32", (100, 13), "1,0:T(8,128)")
     53248
+    >>> _padded_bytes("f32", (9, 8), "1,0:T(8)L(64)")
+    512
     """
     order, _, tiling = layout.partition(":")
     minor_first = [shape[int(n)] for n in order.split(",") if n]
@@ -405,8 +408,8 @@ def _padded_bytes(dtype: str, shape: tuple[int, ...], layout: str) -> int:
         tile = [int(n) for n in match[1].split(",")][::-1]
         minor_first += [1] * (len(tile) - len(minor_first))
         for index, side in enumerate(tile):
-            minor_first[index] = -(-minor_first[index] // side) * side
-    return math.prod(minor_first) * ITEM_BYTES[dtype]
+            minor_first[index] = round_up(minor_first[index], side)
+    return round_up(math.prod(minor_first), _number(tiling, r"L\((\d+)\)", 1)) * ITEM_BYTES[dtype]
 
 
 def _number(text: str, pattern: str, default: int) -> int:
