@@ -51,6 +51,7 @@ class Buffer {
  public:
   T* Reserve(std::int64_t size) {
     if (size > size_) {
+      size += size / 8;  // room for the next batches
       const auto bytes = static_cast<std::size_t>(RoundUp(size * std::int64_t{sizeof(T)}, 64));
       data_.reset();
       data_.reset(static_cast<T*>(std::aligned_alloc(64, bytes)));
@@ -635,6 +636,7 @@ std::string RowOps::Lookup(const Geometry& geometry, std::span<const PackedStack
     const PackedStack& stack = stacks[table.stack];
     const std::int64_t first_slot = task.core * scratch.SlotsPerCore(table.stack);
     const TableSamples samples = scratch.Samples(table);
+    if (samples.per_core == 0) return;
     const std::int64_t begins =
         scratch.planes[task.table] * scratch.PlaneSize() + task.core * scratch.core_stride;
     LookupItem item = {};

@@ -29,7 +29,7 @@ class CpuBackend:
     """The C++ kernels. Instances are thread-safe; calls on one take turns.
 
     Random rows of big tables miss the TLB: with THP_MEM_ALLOC_ENABLE=1 in the environment before
-    torch is imported, its tensors get huge pages, and narrow rows are looked up up to twice as fast.
+    torch is imported its tensors get huge pages, and narrow rows are found nearly twice as fast.
 
     >>> CpuBackend(num_threads=2).num_threads
     2

@@ -5,13 +5,14 @@
 #include <algorithm>
 #include <cstdint>
 #include <cstdio>
-#include <cstdlib>
 #include <cstring>
 #include <map>
 #include <random>
 #include <string>
 #include <tuple>
 #include <vector>
+
+#include "check.h"
 
 namespace {
 
@@ -22,14 +23,6 @@ using trtpu::RowOps;
 using trtpu::TableGeometry;
 using trtpu::TableState;
 using trtpu::ThreadPool;
-
-#define CHECK(condition)                                                            \
-  do {                                                                              \
-    if (!(condition)) {                                                             \
-      std::fprintf(stderr, "%s:%d: %s is false\n", __FILE__, __LINE__, #condition); \
-      std::exit(1);                                                                 \
-    }                                                                               \
-  } while (false)
 
 constexpr std::int32_t kPad = 0x7FFFFFFF;
 
