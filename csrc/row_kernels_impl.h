@@ -32,8 +32,9 @@ bool AllInside(const std::int32_t* samples, std::int64_t num_samples, const Samp
   for (std::int64_t i = 0; i < num_samples; ++i) {
     bool inside = false;
     for (std::int64_t r = 0; r < num_ranges; ++r)
-      inside |= static_cast<std::uint32_t>(samples[i] - ranges[r].begin) <
-                static_cast<std::uint32_t>(ranges[r].count);
+      inside |=
+          static_cast<std::uint32_t>(samples[i]) - static_cast<std::uint32_t>(ranges[r].begin) <
+          static_cast<std::uint32_t>(ranges[r].count);
     if (!inside) return false;
   }
   return true;
