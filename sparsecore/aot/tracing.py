@@ -347,8 +347,13 @@ def trace(
             _, outputs, found, reached = differentiate(
                 parameters, constants, inputs, lengths, activations
             )
-    except (torch._subclasses.fake_tensor.DynamicOutputShapeException, AssertionError) as error:
-        raise ProgramError(f"the model cannot be traced with static shapes: {error}") from error
+    except ProgramError:
+        raise
+    except Exception as error:
+        raise ProgramError(
+            "forward and backward cannot be traced: they run on tensors without values, of the "
+            f"batch's shapes, and on one device. {type(error).__name__}: {error}"
+        ) from error
     if missing := [key for key, g in zip(activations, reached, strict=True) if g is None]:
         raise ProgramError(
             f"the loss does not depend on the lookups of stacks {missing}; no update would run"

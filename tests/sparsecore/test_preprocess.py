@@ -20,6 +20,7 @@ from torchrec_tpu.sparsecore.errors import (
     DuplicateKeyError,
     IdRangeError,
     KjtError,
+    LayoutError,
     MissingKeyError,
     WeightsError,
 )

@@ -14,6 +14,8 @@ jax = pytest.importorskip("jax", reason="pip install torchrec_tpu[aot]")
 core = pytest.importorskip(
     "jax_tpu_embedding.sparsecore.lib.core", reason="pip install --no-deps jax_tpu_embedding==0.1.0"
 )
+if reason := adapter.why_unavailable("jax", "jaxlib"):
+    pytest.skip(reason, allow_module_level=True)
 pytestmark = pytest.mark.oracle
 
 MAX_IDS, MAX_UNIQUE, SAMPLES, ROWS, DIM = 64, 32, 24, 40, 16
