@@ -450,9 +450,34 @@ def _graph(
     mode: FakeTensorMode, function: Callable[..., tuple[Tensor, ...]], inputs: Sequence[Tensor]
 ) -> Graph:
     with mode:
-        module = make_fx(function, tracing_mode="fake", _allow_non_fake_inputs=True)(*inputs)
+        module = make_fx(
+            function,
+            decomposition_table=_DECOMPOSITIONS,
+            tracing_mode="fake",
+            _allow_non_fake_inputs=True,
+        )(*inputs)
     module.graph.eliminate_dead_code()
     return graph_of(module)
+
+
+def _cumsum(x: Tensor, dim: int, *, dtype: torch.dtype | None = None) -> Tensor:
+    """torch.cumsum in log2(n) additions of shifted copies."""
+    if x.dim() == 0:
+        return x if dtype is None else x.to(dtype)
+    if dtype is None and not x.is_floating_point():
+        dtype = torch.int64
+    total = x if dtype is None else x.to(dtype)
+    dim, shift = dim % x.dim(), 1
+    while shift < x.shape[dim]:
+        shifted = total.narrow(dim, 0, x.shape[dim] - shift)
+        gap = torch.zeros_like(total.narrow(dim, 0, shift))
+        total = total + torch.cat([gap, shifted], dim)
+        shift *= 2
+    return total
+
+
+# torch_tpu lowers it to an operation outside StableHLO, which not every compiler takes.
+_DECOMPOSITIONS: Final = {torch.ops.aten.cumsum.default: _cumsum}
 
 
 def _as_tuple(value: Any) -> tuple[Any, ...]:

@@ -235,7 +235,7 @@ def test_a_zero_gradient_is_noticed(program):
         name = re.search(r"WithOptimizerUpdate\((?:%arg\d+, ){4}(%\w+),", text).group(1)
         message = "update 0"
     else:
-        name = re.search(r"return (.*?) :", text).group(1).split(", ")[-1]
+        name = re.search(r"^    return (.*?) :", text, re.MULTILINE).group(1).split(", ")[-1]
         message = "carry:gradients"
     value, shape = re.search(rf"^    {name} = (.* (tensor<[^ ]*>))$", text, re.MULTILINE).groups()
     lines = [
