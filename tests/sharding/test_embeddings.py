@@ -772,6 +772,20 @@ def test_an_attached_batch_is_used_until_the_kjt_changes(monkeypatch: pytest.Mon
     assert collection(kjt).values().tolist() == [[7.0], [0.0]]
 
 
+def test_an_attached_batch_is_not_used_with_other_weights_or_keys() -> None:
+    collection = one_table(8, 1, is_weighted=True)
+    kjt = one_feature([1, 2], [2], [10.0, 100.0])
+    collection.attach(kjt)
+    values, lengths = kjt.values(), kjt.lengths()
+    other = KeyedJaggedTensor(["f"], values, lengths=lengths, weights=torch.ones(2))
+    assert collection(other).values().tolist() == [[3.0]]
+    kjt.weights().mul_(2)
+    assert collection(kjt).values().tolist() == [[420.0]]
+    renamed = KeyedJaggedTensor(["g"], values, lengths=lengths, weights=kjt.weights())
+    with pytest.raises(MissingKeyError, match="'f'"):
+        collection(renamed)
+
+
 def test_a_batch_of_another_module_is_not_used() -> None:
     weighted, plain = one_table(8, 1, is_weighted=True), one_table(8, 1)
     kjt = one_feature([1, 2], [2], [10.0, 100.0])
