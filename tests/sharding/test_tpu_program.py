@@ -81,7 +81,7 @@ def test_twenty_steps_equal_the_cpu(
 def test_pipelined_is_not_exact() -> None:
     """Else the comparison of pipelined runs would prove nothing about staleness."""
     twin = Twin(OPTIMIZERS["sgd"], num_devices=1, num_steps=3)
-    with pytest.raises(AssertionError, match="differ: .*embedding_bags"):
+    with pytest.raises(AssertionError, match=r"differ: .*embedding_bags"):
         assert_equal(twin.train("pipelined"), twin.train("exact"))
 
 
@@ -98,7 +98,7 @@ def test_sparse_gradients_that_are_not_divided_are_seen(twin: Twin, trained: Run
         set_gradient_division(divides)
     with (
         Emulator(program) as emulator,
-        pytest.raises(AssertionError, match="differ: .*embedding_bags"),
+        pytest.raises(AssertionError, match=r"differ: .*embedding_bags"),
     ):
         assert_equal(twin.run(program, emulator), trained)
 
@@ -120,7 +120,7 @@ def test_tables_of_another_rotation_are_seen(
         run = twin.run(program, emulator, feed_layouts={fqn: other})
     except CapacityError:
         pytest.fail("the limits are too tight to plant this fault")
-    with pytest.raises(AssertionError, match="differ: .*embedding_bags"):
+    with pytest.raises(AssertionError, match=r"differ: .*embedding_bags"):
         assert_equal(run, trained)
 
 
@@ -130,7 +130,7 @@ def test_a_gradient_of_zero_is_seen(twin: Twin, program: Program, trained: Run) 
         fault.check()
     with (
         Emulator(fault) as emulator,
-        pytest.raises(AssertionError, match="differ: .*embedding_bags"),
+        pytest.raises(AssertionError, match=r"differ: .*embedding_bags"),
     ):
         assert_equal(twin.run(fault, emulator), trained)
 
