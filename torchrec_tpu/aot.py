@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import math
 import sys
 from collections.abc import Iterable, Iterator, Mapping
 from pathlib import Path
@@ -427,26 +428,24 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "--recipe", required=True, choices=sorted(_RECIPES), help="model, optimizers and skew"
     )
     parser.add_argument(
-        "--global-batch", required=True, type=int, metavar="N", help="samples of all devices"
+        "--global-batch", required=True, type=_positive, metavar="N", help="samples of all devices"
     )
     parser.add_argument(
         "--pipelined",
         action="store_true",
         help="SparseCores and TensorCore work at once; lookups are one update behind",
     )
-    parser.add_argument(
-        "--max-rows", type=int, metavar="N", help="no table longer than this (default: as it is)"
-    )
+    parser.add_argument("--max-rows", type=_positive, metavar="N", help="no table longer than this")
     parser.add_argument(
         "--headroom",
-        type=float,
+        type=_not_negative,
         default=0.25,
         metavar="X",
         help="what to add to limits for batches to come, as a fraction (default: %(default)s)",
     )
     parser.add_argument(
         "--deadline",
-        type=float,
+        type=_not_negative,
         default=DEADLINE_SECONDS,
         metavar="SECONDS",
         help="wall time of the compiler (default: %(default)g)",
@@ -456,13 +455,18 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def command(args: argparse.Namespace) -> int:
     """Prints the report; 0 when the step fits, 1 when not, 2 when there is none."""
+    if args.json is not None and not args.json.parent.is_dir():
+        print(f"error: --json {args.json}: there is no such folder", file=sys.stderr)
+        return 2
     recipe = _RECIPES[args.recipe]()
     if args.max_rows is not None:
         recipe = capped(recipe, max_rows=args.max_rows)
     try:
+        target = topology(args.topology)
+        print("tracing and compiling, which may take minutes; the result is kept", file=sys.stderr)
         found = compile_recipe(
             recipe,
-            args.topology,
+            target,
             global_batch_size=args.global_batch,
             mode="pipelined" if args.pipelined else "exact",
             headroom=args.headroom,
@@ -475,6 +479,18 @@ def command(args: argparse.Namespace) -> int:
     if args.json is not None:
         args.json.write_text(found.to_json() + "\n")
     return 0 if found.fits else 1
+
+
+def _positive(text: str) -> int:
+    if (value := int(text)) < 1:
+        raise argparse.ArgumentTypeError(f"{value} is not positive")
+    return value
+
+
+def _not_negative(text: str) -> float:
+    if not 0 <= (value := float(text)) < math.inf:
+        raise argparse.ArgumentTypeError(f"{value} is negative or not finite")
+    return value
 
 
 _RECIPES: Final = {"dlrm_v2": dlrm_v2_mlperf, **RECIPES}

@@ -412,7 +412,11 @@ def roofline(
 
 def _head(program: Program, target: Topology, global_batch_size: int | None) -> dict[str, Any]:
     """What a report says with or without a compiled program."""
-    fed = [a for a in program.arguments if a.kind in ("buffer", "input")]
+    fed = [
+        argument
+        for argument in program.arguments
+        if argument.kind in ("buffer", "input") and "/update_buffer:" not in argument.name
+    ]  # a pipelined step has the buffers of its update since they were looked up
     return {
         "topology": target.name,
         "chip": target.chip.name,
