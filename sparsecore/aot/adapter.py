@@ -201,6 +201,7 @@ def host_environment(num_devices: int) -> dict[str, str]:
     """
     return {
         "JAX_PLATFORMS": "cpu",
+        "JAX_ENABLE_X64": "true",  # else 64-bit arguments would be cut
         "XLA_FLAGS": f"--xla_force_host_platform_device_count={num_devices} "
         "--xla_backend_optimization_level=0",  # compiling takes longer than the few steps
     }

@@ -11,12 +11,15 @@ from torch import Tensor, nn
 from torchrec import (
     EmbeddingBagCollection,
     EmbeddingBagConfig,
+    EmbeddingCollection,
+    EmbeddingConfig,
     KeyedJaggedTensor,
     PoolingType,
 )
 
 from torchrec_tpu import aot
 from torchrec_tpu.placement import Placement
+from torchrec_tpu.sharding.embeddings import collections_in
 from torchrec_tpu.sharding.swap import swap_embeddings
 from torchrec_tpu.sparsecore.aot.pipeline import Driver, Execute
 from torchrec_tpu.sparsecore.aot.program import Mode, Program
@@ -37,6 +40,8 @@ CONFIGS = (
     ("city", 40, 16, PoolingType.SUM, ["city"]),
     ("alone", 61, 24, PoolingType.MEAN, ["alone"]),
 )
+HISTORY_ROWS = 77
+SEQUENCE_IDS = {"history": 4 * BATCH_SIZE + 1}  # more than any device gets
 NUM_DENSE = 3
 TOLERANCE = 2e-5  # after 20 steps, of the largest value; one step of float32 rounds by 6e-8
 
@@ -78,7 +83,46 @@ class Dlrm(nn.Module):
         dense = self.bottom(batch.dense)
         cross = (pooled * dense).sum(1, keepdim=True)
         logits = self.over(torch.cat([pooled, dense, cross], 1)).squeeze(1)
-        loss = nn.functional.binary_cross_entropy_with_logits(logits, batch.labels)
+        loss = nn.functional.binary_cross_entropy_with_logits(logits, batch.labels.float())
+        return loss, logits.detach()
+
+
+class WithSequences(nn.Module):
+    """A sequence of ids, averaged in each sample, beside a frozen table of bags."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(12)
+        self.history = EmbeddingCollection(
+            [
+                EmbeddingConfig(
+                    name="history",
+                    num_embeddings=HISTORY_ROWS,
+                    embedding_dim=12,
+                    feature_names=["history"],
+                )
+            ]
+        )
+        self.bags = EmbeddingBagCollection(
+            [
+                EmbeddingBagConfig(
+                    name="frozen", num_embeddings=333, embedding_dim=8, feature_names=["user"]
+                )
+            ],
+            is_weighted=True,
+        )
+        self.bags.requires_grad_(False)
+        self.over = nn.Linear(12 + 8 + NUM_DENSE, 1)
+
+    def forward(self, batch: Batch) -> tuple[Tensor, Tensor]:
+        sequence = self.history(batch.sparse)["history"]
+        ends = torch.cumsum(sequence.lengths(), 0).unsqueeze(1)
+        position = torch.arange(sequence.values().shape[0])
+        is_own = (position < ends) & (position >= ends - sequence.lengths().unsqueeze(1))
+        mean = is_own.float() @ sequence.values() / sequence.lengths().clamp(min=1).unsqueeze(1)
+        bags = self.bags(batch.sparse).values()
+        logits = self.over(torch.cat([mean, bags, batch.dense], 1)).squeeze(1)
+        loss = nn.functional.binary_cross_entropy_with_logits(logits, batch.labels.float())
         return loss, logits.detach()
 
 
@@ -86,6 +130,7 @@ def batches(num_devices: int, *, num_steps: int, seed: int = 3) -> Iterator[list
     """One batch a device a step: empty bags, duplicates within and between them, weights."""
     rng = np.random.default_rng(seed)
     rows = {feature: rows for _, rows, _, _, features in CONFIGS for feature in features}
+    rows["history"] = HISTORY_ROWS
     for _ in range(num_steps):
         step = []
         for _ in range(num_devices):
@@ -107,7 +152,7 @@ def batches(num_devices: int, *, num_steps: int, seed: int = 3) -> Iterator[list
                         lengths=torch.from_numpy(lengths.ravel().astype(np.int32)),
                         weights=torch.from_numpy(weights),
                     ),
-                    labels=torch.from_numpy(rng.integers(0, 2, BATCH_SIZE).astype(np.float32)),
+                    labels=torch.from_numpy(rng.integers(0, 2, BATCH_SIZE)),  # int64
                 )
             )
         yield step
@@ -142,8 +187,16 @@ class Run:
 class Twin:
     """One model, to be trained on the CPU by torch, and by its program on `num_devices`."""
 
-    def __init__(self, optimizer: OptimizerSpec, *, num_devices: int, num_steps: int) -> None:
-        self.model = Dlrm()
+    def __init__(
+        self,
+        optimizer: OptimizerSpec,
+        *,
+        num_devices: int,
+        num_steps: int,
+        model: nn.Module | None = None,
+    ) -> None:
+        self.model = model or Dlrm()
+        self._learning_rate = optimizer.lr
         swap_embeddings(self.model, optimizer=optimizer)
         self.num_devices = num_devices
         self.steps = list(batches(num_devices, num_steps=num_steps))
@@ -166,7 +219,17 @@ class Twin:
             ),
             layouts=self.layouts,
             mode=mode,
+            sequence_ids=SEQUENCE_IDS if self._has_sequences else None,
         )
+
+    def _set_learning_rate(self, model: nn.Module, step: int) -> None:
+        for _, collection in collections_in(model):
+            for group in collection.fused_optimizer.param_groups:
+                group["lr"] = self._learning_rate / (1 + 0.1 * step)
+
+    @property
+    def _has_sequences(self) -> bool:
+        return isinstance(self.model, WithSequences)
 
     def placement(
         self, model: nn.Module, program: Program, layouts: Mapping[str, Layout] | None = None
@@ -177,19 +240,20 @@ class Twin:
             layouts=layouts or self.layouts,
             dense_optimizer=DENSE_OPTIMIZER,
             batch_size=BATCH_SIZE,
+            sequence_ids=SEQUENCE_IDS if self._has_sequences else None,
         )
 
     def train(self, mode: Mode = "exact") -> Run:
         """torch on the concatenated batches; pipelined: lookups miss the update before theirs."""
         model = copy.deepcopy(self.model)
-        optimizer = model.ebc.fused_optimizer
-        tables = dict(model.ebc.named_parameters())
-        dense = {n: p for n, p in model.named_parameters() if not n.startswith("ebc.")}
+        weights = dict(model.named_parameters())
+        tables = {n: p for n, p in weights.items() if ".embedding" in n and p.requires_grad}
+        dense = {n: p for n, p in weights.items() if ".embedding" not in n}
         dense_optimizer = torch_optimizer(DENSE_OPTIMIZER, dense.values())
         losses, logits = [], []
         before = {name: table.detach().clone() for name, table in tables.items()}
         for index, parts in enumerate(self.steps):
-            _set_learning_rate(optimizer, index)
+            self._set_learning_rate(model, index)
             now = {name: table.detach().clone() for name, table in tables.items()}
             if mode == "pipelined":
                 _assign(tables, before)
@@ -223,7 +287,7 @@ class Twin:
         driver = Driver(program, execute, placement.state(), operands=placement.operands)
         results: list[Mapping[str, Any]] = []
         for index, parts in enumerate(self.steps):
-            _set_learning_rate(model.ebc.fused_optimizer, index)
+            self._set_learning_rate(model, index)
             result = driver.step(feeder.feed(parts))
             results += [] if result is None else [result]
         results += driver.drain()
@@ -257,11 +321,6 @@ def assert_equal(actual: Run, expected: Run) -> dict[str, float]:
     return differences
 
 
-def _set_learning_rate(optimizer: Any, step: int) -> None:
-    for group in optimizer.param_groups:
-        group["lr"] = 0.05 / (1 + 0.1 * step)
-
-
 def _assign(tables: Mapping[str, nn.Parameter], values: Mapping[str, Tensor]) -> None:
     for name, table in tables.items():
         table.detach().copy_(values[name])
@@ -269,6 +328,8 @@ def _assign(tables: Mapping[str, nn.Parameter], values: Mapping[str, Tensor]) ->
 
 def _values(model: nn.Module) -> dict[str, np.ndarray]:
     """Parameters, and the tables' optimizer state."""
-    state = model.ebc.fused_optimizer.state_dict()["state"]
-    tensors = dict(model.state_dict()) | {n: t for one in state.values() for n, t in one.items()}
+    tensors = dict(model.state_dict())
+    for _, collection in collections_in(model):
+        for state in collection.fused_optimizer.state_dict()["state"].values():
+            tensors |= state
     return {name: tensor.numpy().copy() for name, tensor in tensors.items()}
