@@ -2,8 +2,8 @@
 
     python examples/aot_v7x.py [--topology tpu7x:4x4x2] [--batch-size 1024]
 
-Needs `pip install "torchrec_tpu[aot]"`, and no TPU. The tables below are on "meta": their 14 GB, and
-as much optimizer state, are not allocated.
+Needs `pip install "torchrec_tpu[aot]"`, and no TPU. The tables are on "meta": their 14 GB, and as
+much optimizer state, are not allocated.
 """
 
 import argparse
