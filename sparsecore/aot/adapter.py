@@ -26,6 +26,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, Final
 
 import numpy as np
+import numpy.typing as npt
 
 from torchrec_tpu.sparsecore.errors import DependencyError, ProgramError
 
@@ -301,15 +302,17 @@ class Graph:
     torch.fx's own pickle traces the graph anew and folds what has no tensor input into constants.
 
     Attributes:
-        inputs: shape and torch dtype of each input.
+        inputs: shape and torch dtype of each input; those of the constants come last.
         calls: operation ("aten.add.Tensor"), arguments and keyword arguments; `Ref(i)` is input i,
             or the result of call i - len(inputs).
         outputs: what the graph returns.
+        constants: values of the last inputs: tensors that the traced function made or found.
     """
 
     inputs: tuple[tuple[tuple[int, ...], torch.dtype], ...]
     calls: tuple[tuple[str, Any, Any], ...]
     outputs: tuple[Ref, ...]
+    constants: tuple[npt.NDArray[Any], ...] = ()
 
     @property
     def unused_inputs(self) -> tuple[int, ...]:
@@ -324,41 +327,46 @@ def graph_of(module: torch.fx.GraphModule) -> Graph:
     """The graph of a module that make_fx traced on fake tensors.
 
     Raises:
-        ProgramError: the graph holds a constant tensor, or returns something else than tensors.
+        ProgramError: the graph returns something else than tensors.
     """
     import torch
     from torch.fx.node import map_arg
 
+    nodes = module.graph.nodes
+    inputs = [node.meta["val"] for node in nodes if node.op == "placeholder"]
+    names = dict.fromkeys(node.target for node in nodes if node.op == "get_attr")
+    constants = {name: getattr(module, name) for name in names}
+    place = {name: len(inputs) + index for index, name in enumerate(constants)}
     refs: dict[torch.fx.Node, Ref] = {}
-    inputs: list[tuple[tuple[int, ...], torch.dtype]] = []
     calls: list[tuple[str, Any, Any]] = []
     outputs: tuple[Any, ...] = ()
 
     def ref_of(node: torch.fx.Node) -> Any:
         return refs[node]
 
-    for node in module.graph.nodes:
+    for node in nodes:
         args, kwargs = (map_arg(part, ref_of) for part in (node.args, node.kwargs))
         if node.op == "placeholder":
-            value = node.meta["val"]
-            inputs.append((tuple(value.shape), value.dtype))
+            refs[node] = Ref(len(refs))
+        elif node.op == "get_attr":
+            refs[node] = Ref(place[node.target])
+        elif node.target is torch.ops.aten.lift_fresh_copy.default:
+            refs[node] = args[0]  # a constant's copy is as constant
         elif node.op == "call_function":
             is_aten = isinstance(node.target, torch._ops.OpOverload)
             name = str(node.target) if is_aten else f"operator.{node.target.__name__}"
+            refs[node] = Ref(len(inputs) + len(constants) + len(calls))
             calls.append((name, args, kwargs))
-        elif node.op == "output":
-            outputs = tuple(args[0])
-            break
         else:
-            value = getattr(module, node.target)
-            raise ProgramError(
-                f"the model makes a constant tensor of shape {tuple(value.shape)} in forward; "
-                "register it as a buffer, so that it becomes an input of the program"
-            )
-        refs[node] = Ref(len(refs))
+            outputs = tuple(args[0])
     if not all(isinstance(output, Ref) for output in outputs):
         raise ProgramError(f"the step returns {outputs}, expected tensors only")
-    return Graph(inputs=tuple(inputs), calls=tuple(calls), outputs=outputs)
+    return Graph(
+        inputs=tuple((tuple(t.shape), t.dtype) for t in (*inputs, *constants.values())),
+        calls=tuple(calls),
+        outputs=outputs,
+        constants=tuple(t.detach().numpy() for t in constants.values()),
+    )
 
 
 def to_stablehlo(graphs: Sequence[Graph]) -> list[str]:
@@ -394,8 +402,10 @@ def to_stablehlo(graphs: Sequence[Graph]) -> list[str]:
                 "torch_tpu cannot lower the step (exit code "
                 f"{child.returncode}):\n{child.stderr.strip()[-4000:]}"
             )
-        texts: list[str] = pickle.loads(target.read_bytes())
-    return texts
+        result: list[str] | ProgramError = pickle.loads(target.read_bytes())
+    if isinstance(result, ProgramError):
+        raise result
+    return result
 
 
 def _replay(graph: Graph, inputs: Sequence[torch.Tensor]) -> list[torch.Tensor]:
@@ -419,7 +429,10 @@ def _replay(graph: Graph, inputs: Sequence[torch.Tensor]) -> list[torch.Tensor]:
         try:
             values.append(target(*args, **kwargs))
         except Exception as error:
-            raise ProgramError(f"{name} cannot be lowered: {error}") from error
+            message = str(error).strip().split("\n", 1)[0]
+            raise ProgramError(
+                f"the model calls {name}, which torch_tpu cannot lower: {message}"
+            ) from None
     return [values[output.index] for output in graph.outputs]
 
 
@@ -440,16 +453,20 @@ def _child(source: Path, target: Path) -> None:
         from torch_tpu._internal.compile import tpu_torch_compile
 
         fx_mode = execution_mode.EagerMode._INTERNAL_COMPILE_FX_GRAPH
-        texts = []
-        for graph in pickle.loads(source.read_bytes()):
-            with execution_mode.set_eager_mode(fx_mode), torch.no_grad():
-                arguments = [
-                    tpu_torch_compile.placeholder(list(shape), dtype, False)
-                    for shape, dtype in graph.inputs
-                ]
-                built = tpu_torch_compile.build_mlir(_replay(graph, arguments), arguments)
-            texts.append(tpu_torch_compile.serialize_mlir_text(built))
-    target.write_bytes(pickle.dumps(texts))
+        texts: list[str] = []
+        result: list[str] | ProgramError = texts
+        try:
+            for graph in pickle.loads(source.read_bytes()):
+                with execution_mode.set_eager_mode(fx_mode), torch.no_grad():
+                    arguments = [
+                        tpu_torch_compile.placeholder(list(shape), dtype, False)
+                        for shape, dtype in graph.inputs
+                    ]
+                    built = tpu_torch_compile.build_mlir(_replay(graph, arguments), arguments)
+                texts.append(tpu_torch_compile.serialize_mlir_text(built))
+        except ProgramError as error:
+            result = error
+    target.write_bytes(pickle.dumps(result))
 
 
 if __name__ == "__main__":

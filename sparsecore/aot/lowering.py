@@ -15,6 +15,7 @@ from dataclasses import dataclass
 from typing import Any, Final
 
 import numpy as np
+import numpy.typing as npt
 
 from torchrec_tpu.sparsecore.aot.adapter import Mlir
 from torchrec_tpu.sparsecore.batch import PAD_ID
@@ -242,34 +243,6 @@ def all_to_all(mlir: Mlir, value: Value, *, dim: int, num_devices: int) -> Value
     ).results[0]
 
 
-def ragged_all_to_all(
-    mlir: Mlir,
-    value: Value,
-    output: Value,
-    *,
-    input_offsets: Value,
-    send_sizes: Value,
-    output_offsets: Value,
-    recv_sizes: Value,
-    num_devices: int,
-) -> Value:
-    """Rows [input_offsets[d], + send_sizes[d]) of `value` go to device d's result.
-
-    There they start at row output_offsets[d]; the rest of the result is `output`. recv_sizes[d] are
-    the rows that device d sends here. All four are s32 or s64 (num_devices,).
-    """
-    ir = mlir.ir
-    groups = np.arange(num_devices, dtype=np.int64).reshape(1, num_devices)
-    config = ir.DictAttr.get({"replica_groups": ir.DenseElementsAttr.get(groups)})
-    return mlir.hlo.CustomCallOp(
-        [output.type],
-        [value, output, input_offsets, send_sizes, output_offsets, recv_sizes],
-        call_target_name=ir.StringAttr.get("ragged_all_to_all"),
-        backend_config=config,
-        api_version=ir.IntegerAttr.get(ir.IntegerType.get_signless(32), 4),
-    ).results[0]
-
-
 def _groups(mlir: Mlir, num_devices: int) -> Any:
     return mlir.ir.DenseElementsAttr.get(np.arange(num_devices, dtype=np.int64).reshape(1, -1))
 
@@ -317,6 +290,20 @@ def inline(function: Any, arguments: Sequence[Value]) -> list[Value]:
         connect(copy)
         known.update(zip(source.operation.results, copy.results, strict=True))
     raise AssertionError(f"{function.name} does not return")
+
+
+def constants(mlir: Mlir, arrays: Sequence[npt.NDArray[Any]]) -> list[Value]:
+    """Constant tensors with the values of `arrays`."""
+    ir = mlir.ir
+
+    def attribute(array: npt.NDArray[Any]) -> Any:
+        if array.dtype != np.bool_:
+            return ir.DenseElementsAttr.get(np.ascontiguousarray(array))
+        # One by one: jaxlib 0.10.2 takes a single byte of packed bits for the value of all elements.
+        type_ = ir.RankedTensorType.get(array.shape, ir.IntegerType.get_signless(1))
+        return ir.DenseElementsAttr.get([ir.BoolAttr.get(bool(x)) for x in array.flat], type_)
+
+    return [mlir.hlo.constant(attribute(array)) for array in arrays]
 
 
 def public_function(module: Any) -> Any:

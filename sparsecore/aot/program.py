@@ -595,6 +595,7 @@ class _Assembly:
                     *(values[f"input/{name}"] for name in traced.inputs),
                     *(values[f"{name}/lengths".lstrip("/")] for name in traced.lengths),
                     *(activations[plan.prefix] for plan in self.stacks),
+                    *lowering.constants(mlir, traced.gradients.constants),
                 ],
             )
         )
@@ -608,7 +609,7 @@ class _Assembly:
             )
             count = np.array(self.num_devices, np.float32)
             loss = mlir.hlo.divide(loss, mlir.hlo.constant(mlir.ir.DenseElementsAttr.get(count)))
-        dense = self._dense_update(update, dense_gradients)
+        dense = self._dense_update(mlir, update, dense_gradients)
         if not self._is_pipelined:
             tables = self._updates(mlir, module, of_activations, "buffer")
         results = tables | dense | {"loss": loss} | outputs
@@ -665,7 +666,7 @@ class _Assembly:
             new |= dict(zip(names, results, strict=True))
         return new
 
-    def _dense_update(self, update: Any, gradients: Sequence[Any]) -> dict[str, Any]:
+    def _dense_update(self, mlir: Mlir, update: Any, gradients: Sequence[Any]) -> dict[str, Any]:
         """Name -> new value of all dense parameters and their slots."""
         names = [f"dense/{name}" for name in self.traced.trained]
         names += [
@@ -677,6 +678,7 @@ class _Assembly:
         if self._is_pipelined:
             operands.append(ACTIVE)
         values = [self._values[name] for name in (*names, *operands)]
+        values += lowering.constants(mlir, self.traced.update.constants)
         return dict(zip(names, lowering.inline(update, [*gradients, *values]), strict=True))
 
     def _expected(self, arguments: Sequence[Argument]) -> Expected:

@@ -276,20 +276,42 @@ class TwoTower(nn.Module):
         return self._loss(self, self.bags(kjt).to_dict())
 
 
-def _refuse(loss, match, **options):
+def _trace_two_tower(loss, *, frozen=(), **options):
     model = TwoTower(loss)
-    swap_embeddings(model, optimizer=adagrad(), stacks=options.pop("stacks", "auto"))
-    for name in options.pop("frozen", ()):
+    swap_embeddings(model, optimizer=adagrad())
+    for name in frozen:
         model.get_parameter(f"bags.embedding_bags.{name}.weight").requires_grad_(False)
     kjt = KeyedJaggedTensor(
         keys=["x", "y"], values=torch.arange(8), lengths=torch.ones(8, dtype=torch.int64)
     )
-    with pytest.raises(ProgramError, match=match):
-        trace(model, kjt, **options)
+    return trace(model, kjt, **options)
 
 
 def _good(model, vectors):
     return model.linear(vectors["x"] * vectors["y"]).mean()
+
+
+def test_tensors_that_forward_makes_or_keeps_become_constants():
+    kept, mask = torch.arange(DIM) * 1.5, torch.tensor([True, False] * 4)
+    program = _trace_two_tower(
+        lambda m, v: (
+            m.linear(torch.where(mask, v["x"] * v["y"] * kept, 0.0)).squeeze(1)
+            * torch.tensor([7.0, 6.0, 5.0, 4.0])
+        ).mean()
+    )
+    assert "dense<[0.000000e+00, 1.500000e+00, 3.000000e+00," in program.text
+    assert "dense<[true, false, true, false, true, false, true, false]>" in program.text
+    assert "dense<[7.000000e+00, 6.000000e+00, 5.000000e+00, 4.000000e+00]>" in program.text
+
+
+def test_an_operation_without_lowering_is_named():
+    with pytest.raises(ProgramError, match=r"calls fbgemm\.asynchronous_complete_cumsum"):
+        _trace_two_tower(
+            lambda m, v: (
+                _good(m, v)
+                * torch.ops.fbgemm.asynchronous_complete_cumsum(v["x"][:, 0].int()).sum()
+            )
+        )
 
 
 @pytest.mark.parametrize(
@@ -307,7 +329,8 @@ def _good(model, vectors):
     ],
 )  # fmt: skip
 def test_a_model_that_cannot_be_a_program_is_refused(loss, match, options):
-    _refuse(loss, match, **options)
+    with pytest.raises(ProgramError, match=match):
+        _trace_two_tower(loss, **options)
 
 
 def test_changed_buffers_are_refused():
