@@ -125,8 +125,7 @@ class Executable:
     """What libtpu says about a program that it has compiled for one device of a slice.
 
     Attributes:
-        memory: bytes, by XLA's names without "_size_in_bytes": "argument", "output", "alias",
-            "temp", "generated_code".
+        memory: bytes of "argument", "output", "alias", "temp" and "code".
         cost: XLA's own estimates, e.g. "flops".
         device_kind: as the runtime reports it.
     """
@@ -184,9 +183,10 @@ def compile_with_libtpu(
     except JaxRuntimeError as error:
         raise CompilerRefusal(str(error)) from error
     memory, cost = executable.get_compiled_memory_stats(), executable.cost_analysis()
-    names = ("argument", "output", "alias", "temp", "generated_code")
+    sizes = {name: f"{name}_size_in_bytes" for name in ("argument", "output", "alias", "temp")}
+    sizes["code"] = "generated_code_size_in_bytes"
     return Executable(
-        memory={name: int(getattr(memory, f"{name}_size_in_bytes")) for name in names},
+        memory={name: int(getattr(memory, size)) for name, size in sizes.items()},
         cost={name: float(cost[name]) for name in ("flops", "bytes accessed") if name in cost},
         device_kind=devices[0].device_kind,
     )

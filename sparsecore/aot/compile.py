@@ -47,8 +47,9 @@ CACHE_VARIABLE: Final = "TORCHREC_TPU_CACHE"
 
 DEADLINE_SECONDS: Final = 1800.0
 
-_FORMAT: Final = 2  # of a kept result
+_FORMAT: Final = 3  # of a kept result
 _TAIL_LINES: Final = 12
+_POLL_SECONDS: Final = 0.02
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -186,19 +187,13 @@ def compile_stablehlo(
         raise diagnosis(refusal, target, stacks)
     return Compiled(
         topology=target.name,
-        memory=Memory(**{f"{_MEMORY[name]}_bytes": n for name, n in result["memory"].items()}),
+        memory=Memory(**{f"{name}_bytes": size for name, size in result["memory"].items()}),
         flops=max(0.0, result["cost"].get("flops", 0.0)),  # -1: there are none
         text=result["text"],
         libtpu=libtpu,
         seconds=result["seconds"],
         is_kept=is_kept,
     )
-
-
-_MEMORY: Final = {
-    "argument": "argument", "output": "output", "alias": "alias", "temp": "temp",
-    "generated_code": "code",
-}  # fmt: skip
 
 
 # ------------------------------------------------------------------------------------------- child
@@ -253,18 +248,20 @@ def run(
             stderr=subprocess.STDOUT,
             start_new_session=True,
         )
+        ends_at = time.monotonic() + deadline_seconds
         try:
-            exit_code = child.wait(timeout=deadline_seconds)
-        except subprocess.TimeoutExpired:
-            output.seek(0)
-            raise DeadlineError(
-                f"the compiler did not end within {deadline_seconds:g} s and was stopped; raise "
-                f"deadline_seconds, or look at what it said\n{_tail(output.read())}"
-            ) from None
+            # Not wait(): as long as nobody has, the group's number cannot become another's.
+            while os.waitid(os.P_PID, child.pid, os.WEXITED | os.WNOWAIT | os.WNOHANG) is None:
+                if time.monotonic() > ends_at:
+                    output.seek(0)
+                    raise DeadlineError(
+                        f"the compiler did not end within {deadline_seconds:g} s and was stopped; "
+                        f"raise deadline_seconds, or look at what it said\n{_tail(output.read())}"
+                    )
+                time.sleep(_POLL_SECONDS)
         finally:
-            with contextlib.suppress(ProcessLookupError):  # also what the child has left behind
-                os.killpg(child.pid, signal.SIGKILL)
-            child.wait()
+            os.killpg(child.pid, signal.SIGKILL)  # and what the child has left behind
+            exit_code = child.wait()
         output.seek(0)
         return exit_code, output.read()
 
@@ -303,11 +300,13 @@ def diagnosis(refusal: str, target: Topology, stacks: Sequence[StackFacts] = ())
         re.DOTALL,
     ):
         max_ids, max_unique_ids, dim, _, needed, available = map(int, match.groups())
-        names = tuple(
-            stack.name
+        of_stack = {  # libtpu takes no more for possible than a core's buffer has slots
+            stack.name: (min(stack.max_ids, slots), min(stack.max_unique_ids, slots), stack.dim)
             for stack in stacks
-            if (stack.max_ids, stack.max_unique_ids, stack.dim) == (max_ids, max_unique_ids, dim)
-        )
+            for slots in [stack.slots_per_device // chip.cores_per_device]
+        }
+        refused = max_ids, max_unique_ids, dim
+        names = tuple(name for name, limits in of_stack.items() if limits == refused)
         return LimitsError(
             f"{_stacks(names)}max_ids={max_ids:,} and max_unique_ids={max_unique_ids:,} of rows of "
             f"{dim} need at least {needed:,} B in a tile of a {chip.name} SparseCore, which has "

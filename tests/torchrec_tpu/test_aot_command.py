@@ -1,6 +1,8 @@
 """`torchrec-tpu aot`, and what is behind it."""
 
 import json
+import runpy
+import sys
 from pathlib import Path
 
 import pytest
@@ -94,3 +96,18 @@ def test_limits_that_cannot_be_compiled_make_a_report_that_says_so() -> None:
     assert "stack 't_C1" in found.reasons[0]
     assert "max_unique_ids" in found.reasons[0]
     assert found.hbm is None
+
+
+@needs_compiler
+@pytest.mark.slow
+def test_the_example_prints_both_modes(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    script = Path(__file__).parents[2] / "examples" / "aot_v7x.py"
+    monkeypatch.setattr(sys, "argv", [str(script), "--topology", "tpu7x:1x1x1"])
+    runpy.run_path(str(script), run_name="__main__")
+    printed = capsys.readouterr().out
+    for mode in ("exact", "pipelined"):
+        assert f"tpu7x:1x1x1: 1 chips, 2 devices of 2 SparseCores, 1 hosts; {mode} step" in printed
+    assert printed.count("\nfits\n") == 2
+    assert "NOTE" not in printed

@@ -61,7 +61,7 @@ def stack(
         rows=rows,
         dim=dim,
         samples=512,
-        slots_per_device=2048,
+        slots_per_device=1 << 20,
         max_ids=max_ids,
         max_unique_ids=max_unique_ids,
         rule="adagrad",
