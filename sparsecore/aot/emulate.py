@@ -54,8 +54,8 @@ class Call:
     Attributes:
         num_devices: G.
         cores_per_device: S.
-        max_ids: of a run.
-        max_unique_ids: distinct rows of a run.
+        max_ids: the most ids of a run.
+        max_unique_ids: the most distinct rows of a run.
         is_minibatched: whether buffers have minibatches.
     """
 
@@ -82,12 +82,12 @@ class Slots(NamedTuple):
 
 
 def decode(call: Call, buffers: Sequence[JaxArray], *, rows: int, samples: int) -> Slots:
-    """What one device's buffers say.
+    """The slots of one device's buffers.
 
     Args:
         call: shape and limits.
-        buffers: row_pointers, embedding_ids, sample_ids, gains; with minibatches their number
-            before the gains' end, as the last of all.
+        buffers: row_pointers, embedding_ids, sample_ids, gains, and the number of minibatches where
+            there are any.
         rows: R / S, of one core.
         samples: B / S, of one core.
     """
@@ -95,7 +95,7 @@ def decode(call: Call, buffers: Sequence[JaxArray], *, rows: int, samples: int) 
 
     pointers, ids, sample_ids, gains, *minibatches = buffers
     num_slots, cores = len(ids), call.cores_per_device
-    # One line of run ends a core, or one for each of a core's minibatches.
+    # A line has the ends of a core's runs, or of those of one of its minibatches.
     lines = pointers.reshape(-1, pointers_per_core(call.num_cores))[:, : call.num_cores]
     if call.is_minibatched:
         line = jnp.arange(len(lines))
@@ -223,6 +223,8 @@ def _sparse_calls(main: Any) -> list[tuple[Any, str]]:
 
 @dataclass(slots=True, kw_only=True)
 class _Rewriter:
+    """Replaces calls of a module, one by one, by operations at the insertion point."""
+
     mlir: Mlir
     module: Any
     num_devices: int
@@ -230,6 +232,7 @@ class _Rewriter:
     _num_functions: int = 0
 
     def lookup(self, operation: Any, is_minibatched: bool) -> None:
+        """Replaces a lookup."""
         *buffers, table, init = operation.operands
         call = self._call(operation, is_minibatched)
         (activations,) = self._apply(
@@ -240,16 +243,16 @@ class _Rewriter:
         operation.erase()
 
     def update(self, operation: Any, is_minibatched: bool) -> None:
-        """Replaces the call and the operations that take its tuple apart."""
+        """Replaces an update and the operations that take its tuple apart."""
         ir, hlo = self.mlir.ir, self.mlir.hlo
         operands = list(operation.operands)
         num_arrays = operation.results[0].type.num_types
         if is_minibatched:
-            buffers, operands = operands[:5], operands[5:]
-            old, (grad, *scalars) = operands[:num_arrays], operands[num_arrays:]
+            buffers, arrays = operands[:5], operands[5:]
+            grad = arrays.pop(num_arrays)
         else:
-            buffers, (grad, *operands) = operands[:4], operands[4:]
-            old, scalars = operands[:num_arrays], operands[num_arrays:]
+            buffers, (grad, *arrays) = operands[:4], operands[4:]
+        old, scalars = arrays[:num_arrays], arrays[num_arrays:]
         rows = ir.RankedTensorType(old[0].type).get_dim_size(0)
         call = self._call(operation, is_minibatched)
         shapes = [tuple(ir.RankedTensorType(v.type).shape) for v in (*buffers, grad)]

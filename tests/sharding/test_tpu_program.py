@@ -3,9 +3,12 @@
 import dataclasses
 import re
 from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
+import torch
 
 from torchrec_tpu.sparsecore.aot import adapter, lowering
 
@@ -102,6 +105,18 @@ def test_pipelined_is_not_exact() -> None:
     twin = Twin(OPTIMIZERS["sgd"], num_devices=1, num_steps=3)
     with pytest.raises(AssertionError, match=r"differ: .*embedding_bags"):
         assert_equal(twin.train("pipelined"), twin.train("exact"))
+
+
+def test_the_documented_example_trains() -> None:
+    page = Path(__file__).parents[2] / "docs" / "emulator.md"
+    (code,) = re.findall(r"```python\n(.*?)```", page.read_text(), re.DOTALL)
+    names: dict[str, Any] = {}
+    torch.manual_seed(0)
+    exec(compile(code, str(page), "exec"), names)
+    assert len(names["losses"]) == 5
+    assert np.isfinite(names["losses"]).all()
+    state = names["model"].bags.fused_optimizer.state_dict()["state"]
+    assert state["embedding_bags.t_item.weight"]["t_item.momentum1"].count_nonzero() > 0
 
 
 # ------------------------------------------------------------------------------------------ faults
