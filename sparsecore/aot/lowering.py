@@ -299,7 +299,7 @@ def constants(mlir: Mlir, arrays: Sequence[npt.NDArray[Any]]) -> list[Value]:
     def attribute(array: npt.NDArray[Any]) -> Any:
         if array.dtype != np.bool_:
             return ir.DenseElementsAttr.get(np.ascontiguousarray(array))
-        # One by one: jaxlib 0.10.2 takes a single byte of packed bits for the value of all elements.
+        # One by one: jaxlib 0.10.2 takes a single byte of packed bits for the value of all.
         type_ = ir.RankedTensorType.get(array.shape, ir.IntegerType.get_signless(1))
         return ir.DenseElementsAttr.get([ir.BoolAttr.get(bool(x)) for x in array.flat], type_)
 
