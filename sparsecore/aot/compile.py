@@ -87,7 +87,7 @@ class Compiled:
         flops: of one device's step on the TensorCore, by XLA's count.
         text: the scheduled program of one device; `hlo.parse` reads it.
         libtpu: version of the compiler.
-        seconds: wall time that the compiler took, when it ran.
+        seconds: wall time of the compiler's process, when it ran.
         is_kept: whether this is the kept result of an earlier call.
     """
 
