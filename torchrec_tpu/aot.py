@@ -5,10 +5,10 @@ from __future__ import annotations
 import argparse
 import math
 import sys
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from statistics import fmean
-from typing import TYPE_CHECKING, Any, Final
+from typing import TYPE_CHECKING, Any, Final, Literal
 
 import torch
 from torch import nn
@@ -49,7 +49,12 @@ def _call(model: nn.Module, batch: Any) -> Any:
 
 
 def layouts(
-    model: nn.Module, *, num_devices: int, cores_per_device: int, batch_size: int
+    model: nn.Module,
+    *,
+    num_devices: int,
+    cores_per_device: int,
+    batch_size: int,
+    stacks: Literal["auto", "none"] | Mapping[str, Sequence[Sequence[str]]] = "auto",
 ) -> dict[str, Layout]:
     """The layout of every SparseCore collection on a slice, as its first device feeds it.
 
@@ -58,6 +63,7 @@ def layouts(
         num_devices: of the slice.
         cores_per_device: SparseCores of one (`chips.CHIPS`).
         batch_size: samples of one device.
+        stacks: for every collection, or FQN -> lists of table names.
     """
     return {
         fqn: program_layout(
@@ -65,6 +71,7 @@ def layouts(
             num_devices=num_devices,
             cores_per_device=cores_per_device,
             batch_size=batch_size,
+            stacks=stacks if isinstance(stacks, str) else stacks[fqn],
         )
         for fqn, collection in collections_in(model)
     }

@@ -316,7 +316,12 @@ def trace_step(
 
 
 def program_layout(
-    layout: Layout, *, num_devices: int, cores_per_device: int, batch_size: int
+    layout: Layout,
+    *,
+    num_devices: int,
+    cores_per_device: int,
+    batch_size: int,
+    stacks: Literal["auto", "none"] | Sequence[Sequence[str]] = "auto",
 ) -> Layout:
     """The tables of `layout` on the devices of a program, as device 0 feeds it.
 
@@ -325,9 +330,11 @@ def program_layout(
         num_devices: of the program.
         cores_per_device: SparseCores of one.
         batch_size: samples of one device, which bounds a stack's activations.
+        stacks: as in `make_layout`; how `layout` stacks its tables does not matter.
     """
     return make_layout(
         layout.tables,
+        stacks=stacks,
         num_devices=num_devices,
         cores_per_device=cores_per_device,
         num_local_devices=1,
@@ -426,10 +433,11 @@ class _Assembly:
     _values: dict[str, Any] = dataclasses.field(default_factory=dict)
 
     def build(self) -> Program:
-        texts = adapter.to_stablehlo([self.traced.gradients, self.traced.update])
+        graphs = [self.traced.gradients, *([self.traced.update] if self.traced.update else [])]
+        texts = adapter.to_stablehlo(graphs)
         with adapter.mlir() as mlir:
             parts = [mlir.ir.Module.parse(text) for text in texts]
-            gradients, update = map(lowering.public_function, parts)
+            gradients, *update = map(lowering.public_function, parts)
             self._declare(mlir, gradients)
             module = mlir.ir.Module.parse(
                 f"module @step attributes {{mhlo.num_replicas = {self.num_devices} : i32, "
@@ -441,7 +449,7 @@ class _Assembly:
                 block = main.add_entry_block()
             self._values = dict(zip(self._arguments, block.arguments, strict=True))
             with mlir.ir.InsertionPoint(block):
-                results = self._step(mlir, module, gradients, update)
+                results = self._step(mlir, module, gradients, update[0] if update else None)
                 mlir.func.ReturnOp(list(results.values()))
             main.attributes["function_type"] = mlir.ir.TypeAttr.get(
                 mlir.ir.FunctionType.get(types, [value.type for value in results.values()])
@@ -602,7 +610,7 @@ class _Assembly:
         loss = next(rest)
         outputs = {name: next(rest) for name in traced.outputs}
         dense_gradients = [next(rest) for _ in traced.trained]
-        of_activations = {plan.prefix: next(rest) for plan in self.stacks}
+        of_activations = {plan.prefix: next(rest) for plan in self.stacks if plan.optimizer}
         if self.num_devices > 1:
             *dense_gradients, loss = lowering.all_reduce(
                 mlir, [*dense_gradients, loss], num_devices=self.num_devices
@@ -668,6 +676,8 @@ class _Assembly:
 
     def _dense_update(self, mlir: Mlir, update: Any, gradients: Sequence[Any]) -> dict[str, Any]:
         """Name -> new value of all dense parameters and their slots."""
+        if self.traced.update is None:
+            return {}
         names = [f"dense/{name}" for name in self.traced.trained]
         names += [
             f"dense_slot/{slot}/{name}"

@@ -120,7 +120,7 @@ class Shape:
         """
         layout = self.layout
         cores = layout.num_local_cores
-        rows: list[Tensor] = [torch.empty(0)] * len(layout.features)  # by config index
+        rows: dict[int, Tensor] = {}  # by config index
         num_samples = iter(self.num_samples)
         for stack in layout.stacks:
             by_core = activations[stack.name].view(cores, -1, stack.dim)
@@ -131,7 +131,8 @@ class Shape:
                 count = next(num_samples)
                 rows[feature.config_index] = _narrow(_narrow(samples, 0, count), 1, dim)
         is_sequence = layout.features[0].combiner is Combiner.NONE
-        return torch.cat(rows, dim=0 if is_sequence else 1).view(tuple(out_shape))
+        in_order = [rows[index] for index in range(len(rows))]
+        return torch.cat(in_order, dim=0 if is_sequence else 1).view(tuple(out_shape))
 
 
 def _narrow(tensor: Tensor, dim: int, size: int) -> Tensor:
@@ -143,11 +144,12 @@ class Traced:
     """Two graphs: `gradients`, and the dense optimizer's `update`.
 
     gradients: (trained, frozen, inputs, lengths, activations) ->
-        (loss, outputs, gradients of trained, gradients of activations)
+        (loss, outputs, gradients of trained, gradients of the activations of trained stacks)
     update: (gradients summed over devices, trained, slots by parameter, operands[, active]) ->
         (trained, slots by parameter)
 
     Attributes:
+        update: None when nothing outside the tables is trained.
         trained: FQN -> fake tensor of each dense parameter that the loss depends on.
         frozen: FQN -> fake tensor of all other dense parameters and buffers.
         inputs: name -> fake tensor of the batch.
@@ -158,7 +160,7 @@ class Traced:
     """
 
     gradients: Graph
-    update: Graph
+    update: Graph | None
     trained: Mapping[str, Tensor]
     frozen: Mapping[str, Tensor]
     inputs: Mapping[str, Tensor]
@@ -264,11 +266,12 @@ def trace(
     dense = {name: p for name, p in model.named_parameters() if id(p) not in tables}
     buffers = dict(model.named_buffers())
     batch = _Inputs(tensors_in(example))
-    clips = {
-        (name, stack.name): spec.max_gradient if spec else None
+    optimizers = {  # of the stacks that are trained
+        (name, stack.name): spec
         for name, collection in collections.items()
         for stack in shapes[name].layout.stacks
         for spec in [collection.table_optimizers[stack.tables[0].table.name]]
+        if spec is not None
     }
 
     with mode:
@@ -301,7 +304,9 @@ def trace(
             name: p.detach().requires_grad_(dense[name].requires_grad)
             for name, p in parameters.items()
         }
-        activations = {key: a.detach().requires_grad_() for key, a in activations.items()}
+        activations = {
+            key: a.detach().requires_grad_(key in optimizers) for key, a in activations.items()
+        }
         versions = {name: constant._version for name, constant in constants.items()}
         with ExitStack() as stack:
             for name, collection in collections.items():
@@ -326,13 +331,14 @@ def trace(
             )
         wanted = {name: p for name, p in parameters.items() if p.requires_grad}
         gradients: tuple[Tensor | None, ...] = torch.autograd.grad(
-            value, [*wanted.values(), *activations.values()], allow_unused=True
+            value,
+            [*wanted.values(), *(activations[key] for key in optimizers)],
+            allow_unused=True,
         )
+        divisor = num_devices if gradient_division else 1
         of_activations = [
-            gradient
-            if gradient is None
-            else _clipped(gradient / num_devices if gradient_division else gradient, clips[key])
-            for key, gradient in zip(activations, gradients[len(wanted) :], strict=True)
+            gradient if gradient is None else _clipped(gradient / divisor, spec.max_gradient)
+            for spec, gradient in zip(optimizers.values(), gradients[len(wanted) :], strict=True)
         ]
         return (
             value.detach(),
@@ -354,7 +360,7 @@ def trace(
             "forward and backward cannot be traced: they run on tensors without values, of the "
             f"batch's shapes, and on one device. {type(error).__name__}: {error}"
         ) from error
-    if missing := [key for key, g in zip(activations, reached, strict=True) if g is None]:
+    if missing := [key for key, g in zip(optimizers, reached, strict=True) if g is None]:
         raise ProgramError(
             f"the loss does not depend on the lookups of stacks {missing}; no update would run"
         )
@@ -414,8 +420,10 @@ def trace(
         state = [torch.empty(shape) for shapes in slots.values() for _, shape in shapes]
         scalars = [torch.empty(()) for _ in range(len(rule.operands) + is_conditional)]
     flat = [tensor for group in groups for tensor in group.values()]
-    update = _graph(mode, updated, [*sums, *trained.values(), *state, *scalars])
-    if unused := update.unused_inputs:
+    update = None
+    if trained:
+        update = _graph(mode, updated, [*sums, *trained.values(), *state, *scalars])
+    if update and (unused := update.unused_inputs):
         raise ProgramError(f"{dense_optimizer} does not use inputs {unused} of its update")
     return Traced(
         gradients=_graph(mode, gradients_of, flat),

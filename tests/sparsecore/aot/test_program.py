@@ -276,10 +276,12 @@ class TwoTower(nn.Module):
         return self._loss(self, self.bags(kjt).to_dict())
 
 
-def _trace_two_tower(loss, *, frozen=(), **options):
+def _trace_two_tower(loss, *, frozen=(), frozen_late=(), **options):
     model = TwoTower(loss)
-    swap_embeddings(model, optimizer=adagrad())
     for name in frozen:
+        model.get_parameter(f"bags.embedding_bags.{name}.weight").requires_grad_(False)
+    swap_embeddings(model, optimizer=adagrad())
+    for name in frozen_late:
         model.get_parameter(f"bags.embedding_bags.{name}.weight").requires_grad_(False)
     kjt = KeyedJaggedTensor(
         keys=["x", "y"], values=torch.arange(8), lengths=torch.ones(8, dtype=torch.int64)
@@ -304,6 +306,19 @@ def test_tensors_that_forward_makes_or_keeps_become_constants():
     assert "dense<[7.000000e+00, 6.000000e+00, 5.000000e+00, 4.000000e+00]>" in program.text
 
 
+def test_a_model_without_dense_parameters_and_with_a_frozen_stack_is_traced():
+    """What is frozen needs no gradient, and nothing is updated outside the tables."""
+    options = {"dense": sgd(lr=0.1), "num_devices": 1}
+    program = _trace_two_tower(
+        lambda _, v: (v["x"] * v["y"].detach()).mean(), frozen=["y"], **options
+    )
+    assert (program.expected.num_lookups, program.expected.num_updates) == (2, 1)
+    assert [s.rule for s in program.stacks] == ["adagrad", None]
+    kinds = {a.name: a.donated for a in program.arguments if a.kind == "table"}
+    assert kinds == {"bags/x/table": True, "bags/y/table": False}
+    assert not [r for r in program.results if r.kind.startswith("dense")]
+
+
 def test_an_operation_without_lowering_is_named():
     with pytest.raises(ProgramError, match=r"calls fbgemm\.asynchronous_complete_cumsum"):
         _trace_two_tower(
@@ -320,7 +335,7 @@ def test_an_operation_without_lowering_is_named():
         (lambda m, v: m.linear(torch.ones(4, DIM)).mean(), r"does not depend on.*\('bags'", {}),
         (lambda m, v: m.linear(v["x"] + v["y"]), r"shape \(4, 1\), expected a scalar", {}),
         (_good, "no capacity", {"capacities": {"bags": {}}}),
-        (_good, "different optimizers.*frozen", {"frozen": ["x"]}),
+        (_good, "different optimizers.*frozen", {"frozen_late": ["x"]}),
         (
             lambda m, v: m.linear(v["x"] + v["y"] + torch.randn(4, DIM).numpy().sum()).mean(),
             "cannot be traced.*numpy",
