@@ -72,6 +72,7 @@ def layouts(
             cores_per_device=cores_per_device,
             batch_size=batch_size,
             stacks=stacks if isinstance(stacks, str) else stacks[fqn],
+            frozen=[t for t, spec in collection.table_optimizers.items() if spec is None],
         )
         for fqn, collection in collections_in(model)
     }

@@ -270,6 +270,7 @@ def trace_step(
                 num_devices=num_devices,
                 cores_per_device=cores_per_device,
                 batch_size=batch_size,
+                frozen=[t for t, spec in collection.table_optimizers.items() if spec is None],
             )
             if layouts is None
             else layouts[name]
@@ -322,6 +323,7 @@ def program_layout(
     cores_per_device: int,
     batch_size: int,
     stacks: Literal["auto", "none"] | Sequence[Sequence[str]] = "auto",
+    frozen: Iterable[str] = (),
 ) -> Layout:
     """The tables of `layout` on the devices of a program, as device 0 feeds it.
 
@@ -331,9 +333,16 @@ def program_layout(
         cores_per_device: SparseCores of one.
         batch_size: samples of one device, which bounds a stack's activations.
         stacks: as in `make_layout`; how `layout` stacks its tables does not matter.
+        frozen: tables without updates, which share no stack with others.
     """
+    frozen = set(frozen)
     return make_layout(
-        layout.tables,
+        [
+            dataclasses.replace(table, group=f"frozen {table.group}")
+            if table.name in frozen
+            else table
+            for table in layout.tables
+        ],
         stacks=stacks,
         num_devices=num_devices,
         cores_per_device=cores_per_device,

@@ -11,7 +11,7 @@ import pytest
 
 from torchrec_tpu.sparsecore.aot import adapter
 from torchrec_tpu.sparsecore.aot.pipeline import Driver, Feed
-from torchrec_tpu.sparsecore.aot.program import ACTIVE, Program
+from torchrec_tpu.sparsecore.aot.program import ACTIVE, Program, program_layout
 from torchrec_tpu.sparsecore.capacity import Capacity
 from torchrec_tpu.sparsecore.errors import DependencyError, ProgramError
 from torchrec_tpu.sparsecore.optimizers import adagrad, adam, rowwise_adagrad, sgd
@@ -276,13 +276,14 @@ class TwoTower(nn.Module):
         return self._loss(self, self.bags(kjt).to_dict())
 
 
-def _trace_two_tower(loss, *, frozen=(), frozen_late=(), **options):
+def _trace_two_tower(loss, *, frozen=(), stacks=None, **options):
     model = TwoTower(loss)
+    swap_embeddings(model, optimizer=adagrad())
     for name in frozen:
         model.get_parameter(f"bags.embedding_bags.{name}.weight").requires_grad_(False)
-    swap_embeddings(model, optimizer=adagrad())
-    for name in frozen_late:
-        model.get_parameter(f"bags.embedding_bags.{name}.weight").requires_grad_(False)
+    if stacks:
+        sizes = {"num_devices": DEVICES, "cores_per_device": CORES, "batch_size": 4}
+        options["layouts"] = {"bags": program_layout(model.bags.layout, **sizes, stacks=stacks)}
     kjt = KeyedJaggedTensor(
         keys=["x", "y"], values=torch.arange(8), lengths=torch.ones(8, dtype=torch.int64)
     )
@@ -335,7 +336,7 @@ def test_an_operation_without_lowering_is_named():
         (lambda m, v: m.linear(torch.ones(4, DIM)).mean(), r"does not depend on.*\('bags'", {}),
         (lambda m, v: m.linear(v["x"] + v["y"]), r"shape \(4, 1\), expected a scalar", {}),
         (_good, "no capacity", {"capacities": {"bags": {}}}),
-        (_good, "different optimizers.*frozen", {"frozen_late": ["x"]}),
+        (_good, "different optimizers.*frozen", {"frozen": ["x"], "stacks": [["x", "y"]]}),
         (
             lambda m, v: m.linear(v["x"] + v["y"] + torch.randn(4, DIM).numpy().sum()).mean(),
             "cannot be traced.*numpy",
