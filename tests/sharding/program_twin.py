@@ -43,7 +43,7 @@ CONFIGS = (
 HISTORY_ROWS = 77
 SEQUENCE_IDS = {"history": 4 * BATCH_SIZE + 1}  # more than any device gets
 NUM_DENSE = 3
-TOLERANCE = 2e-5  # after 20 steps, of the largest value; one step of float32 rounds by 6e-8
+TOLERANCE = 5e-5  # after 20 steps, of the largest value; one step of float32 rounds by 6e-8
 
 
 def configs() -> list[EmbeddingBagConfig]:
