@@ -16,7 +16,14 @@ from torchrec_tpu.sparsecore.aot.emulate import Emulator
 from torchrec_tpu.sparsecore.aot.program import Argument, Expected, Program, Result
 from torchrec_tpu.sparsecore.batch import PAD_ID
 from torchrec_tpu.sparsecore.errors import DependencyError, ProgramError
-from torchrec_tpu.sparsecore.optimizers import adagrad, adam, rowwise_adagrad, sgd
+from torchrec_tpu.sparsecore.optimizers import (
+    adagrad,
+    adam,
+    ftrl,
+    laprop,
+    rowwise_adagrad,
+    sgd,
+)
 
 if reason := adapter.why_unavailable("jax", "jaxlib"):
     pytest.skip(reason, allow_module_level=True)
@@ -25,6 +32,8 @@ SPECS = {
     "sgd": sgd(lr=0.1),
     "adagrad_l2": adagrad(lr=0.1, weight_decay=0.1),
     "rowwise_adagrad": rowwise_adagrad(lr=0.1),
+    "ftrl": ftrl(lr=0.1),
+    "laprop": laprop(lr=0.1),
     "adam_decoupled": adam(lr=0.1, weight_decay=0.1, weight_decay_mode="decoupled"),
 }
 
@@ -54,7 +63,14 @@ def test_lookup_and_update_equal_the_reference(case: Case, emulator: Emulator) -
 @pytest.mark.slow
 @pytest.mark.parametrize(
     ("num_devices", "cores_per_device", "rule"),
-    [(1, 2, "sgd"), (3, 4, "rowwise_adagrad"), (2, 4, "adam_decoupled"), (1, 1, "adagrad_l2")],
+    [
+        (1, 2, "sgd"),
+        (3, 4, "rowwise_adagrad"),
+        (2, 4, "adam_decoupled"),
+        (1, 1, "adagrad_l2"),
+        (1, 4, "ftrl"),
+        (2, 2, "laprop"),
+    ],
 )
 def test_any_number_of_cores_and_any_rule_equal_the_reference(
     num_devices: int, cores_per_device: int, rule: str
