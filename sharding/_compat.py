@@ -68,8 +68,12 @@ def _has_google_device() -> bool:
 
 
 def _tpu_is_available() -> bool:
-    accelerator = torch.accelerator.current_accelerator(check_available=True)
-    return accelerator is not None and accelerator.type == "tpu"
+    accelerator = torch.accelerator.current_accelerator()  # whether available is asked of us
+    return (
+        accelerator is not None
+        and accelerator.type == "tpu"
+        and torch.accelerator.device_count() > 0
+    )
 
 
 def _advice() -> str:

@@ -35,9 +35,17 @@ class FeatureGeometry(NamedTuple):
     out_stride: int  # floats
 
 
+class StackLimits(NamedTuple):
+    """What a device's program reserves for one (core, partition) of a stack; see `Capacity`."""
+
+    max_ids: int
+    max_unique_ids: int
+
+
 HEADER_INTS = 5
 TABLE_INTS = len(TableGeometry._fields)
 FEATURE_INTS = len(FeatureGeometry._fields)
+LIMIT_INTS = len(StackLimits._fields)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -58,6 +66,7 @@ class Geometry:
     num_stacks: int
     tables: tuple[TableGeometry, ...]
     features: tuple[FeatureGeometry, ...]
+    limits: tuple[StackLimits, ...] = ()  # one a stack, for tables on a device; none on the CPU
 
     def select(self, tables: Sequence[int]) -> Geometry:
         """The same batch with only some of its tables, given by index in ascending order.
@@ -73,7 +82,10 @@ class Geometry:
         return replace(self, tables=tuple(chosen), features=tuple(features))
 
     def encode(self) -> list[int]:
-        """5 header ints (cores, local cores, stacks, tables, features), 7 a table, 5 a feature."""
+        """5 header ints (cores, local cores, stacks, tables, features), 7 a table, 5 a feature.
+
+        Then 2 a stack, when there are limits.
+        """
         header = (
             self.num_cores,
             self.num_local_cores,
@@ -81,7 +93,8 @@ class Geometry:
             len(self.tables),
             len(self.features),
         )
-        return [value for row in (header, *self.tables, *self.features) for value in row]
+        rows = (header, *self.tables, *self.features, *self.limits)
+        return [value for row in rows for value in row]
 
     @classmethod
     def decode(cls, ints: Sequence[int]) -> Geometry:
@@ -96,7 +109,9 @@ class Geometry:
         )
         first_feature = HEADER_INTS + num_tables * TABLE_INTS
         end = first_feature + num_features * FEATURE_INTS
-        if num_cores < 1 or min(num_tables, num_features) < 0 or len(ints) != end:
+        with_limits = end + max(num_stacks, 0) * LIMIT_INTS
+        is_valid = num_cores > 0 and min(num_tables, num_features) >= 0
+        if not is_valid or len(ints) not in (end, with_limits):
             raise ValueError(f"{len(ints)} ints with header {header} are not an encoded geometry")
         return cls(
             num_cores=num_cores,
@@ -109,5 +124,8 @@ class Geometry:
             features=tuple(
                 FeatureGeometry(*ints[at : at + FEATURE_INTS])
                 for at in range(first_feature, end, FEATURE_INTS)
+            ),
+            limits=tuple(
+                StackLimits(*ints[at : at + LIMIT_INTS]) for at in range(end, len(ints), LIMIT_INTS)
             ),
         )

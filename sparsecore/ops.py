@@ -5,14 +5,15 @@
                                               rule, max_gradient)
 
 `buffers` holds four tensors a stack (row_pointers, embedding_ids, sample_ids, gains; see
-`StackBuffers`). Tables and slots are logical, row-major float32 arrays in the order of the
-geometry's tables; they are read and written where they lie, never copied.
+`StackBuffers`). On the CPU tables and slots are logical, row-major float32 arrays in the order of
+the geometry's tables; they are read and written where they lie, never copied. On a TPU each stack
+is one tensor in device form, the geometry has limits, and backends/tpu.py runs the call.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Sequence
-from typing import Any, Final
+from typing import TYPE_CHECKING, Any, Final, cast
 
 import torch
 from torch import Tensor
@@ -22,10 +23,13 @@ from torchrec_tpu.sparsecore.batch import SparseBatch, StackBuffers
 from torchrec_tpu.sparsecore.errors import BackwardError
 from torchrec_tpu.sparsecore.geometry import Geometry
 
+if TYPE_CHECKING:
+    from torchrec_tpu.sparsecore.backends.tpu import TpuBackend
+
 BUFFERS_PER_STACK: Final = 4
 
 
-@torch.library.custom_op("torchrec_tpu::sparse_dense_matmul", mutates_args=(), device_types="cpu")
+@torch.library.custom_op("torchrec_tpu::sparse_dense_matmul", mutates_args=())
 def sparse_dense_matmul(
     buffers: Sequence[Tensor],
     tables: Sequence[Tensor],
@@ -43,6 +47,8 @@ def sparse_dense_matmul(
     Returns:
         float32 activations.
     """
+    if (device := _device_backend(tables)) is not None:
+        return device.lookup(buffers, tables, Geometry.decode(geometry), out_shape)
     out = torch.empty(tuple(out_shape), dtype=torch.float32)
     backends.choose("cpu").lookup(
         _stacks(buffers),
@@ -64,9 +70,7 @@ def _(
 
 
 @torch.library.custom_op(
-    "torchrec_tpu::sparse_dense_matmul_update_",
-    mutates_args=("tables", "slots"),
-    device_types="cpu",
+    "torchrec_tpu::sparse_dense_matmul_update_", mutates_args=("tables", "slots")
 )
 def sparse_dense_matmul_update_(
     grad: Tensor,
@@ -90,6 +94,12 @@ def sparse_dense_matmul_update_(
         rule: key in RULES.
         max_gradient: limit of each gradient element's magnitude, before gains; <= 0 for none.
     """
+    limit = max_gradient if max_gradient > 0 else None
+    if (device := _device_backend(tables)) is not None:
+        device.update(
+            grad, buffers, tables, slots, operands, Geometry.decode(geometry), rule, limit
+        )
+        return
     num_slots = len(slots) // len(tables)
     arrays = [slot.detach().numpy() for slot in slots]
     backends.choose("cpu").update(
@@ -102,13 +112,19 @@ def sparse_dense_matmul_update_(
         operands.numpy(),
         Geometry.decode(geometry),
         rule,
-        max_gradient if max_gradient > 0 else None,
+        limit,
     )
 
 
 @sparse_dense_matmul_update_.register_fake
 def _(*_args: object) -> None:
     """Makes nothing: the op returns none."""
+
+
+def _device_backend(tables: Sequence[Tensor]) -> TpuBackend | None:
+    """What runs a call on tables of a device; None on the CPU."""
+    device_type = tables[0].device.type
+    return None if device_type == "cpu" else cast("TpuBackend", backends.choose(device_type))
 
 
 def _stacks(buffers: Sequence[Tensor]) -> list[StackBuffers]:

@@ -19,9 +19,10 @@ import subprocess
 import sys
 import tempfile
 import warnings
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Hashable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
+from functools import cache, partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Final
 
@@ -285,6 +286,74 @@ class HostExecutable:
         return values, tuple(index for index, array in enumerate(arrays) if array.is_deleted())
 
 
+# ------------------------------------------------------------------------------- jax inside torch
+
+
+def call_stablehlo(
+    build: Callable[..., Sequence[Any]],
+    arguments: Sequence[Any],
+    shapes: Sequence[tuple[int, ...]],
+    *,
+    static: tuple[Hashable, ...] = (),
+) -> list[Any]:
+    """Results of StableHLO that `build` writes, inside a jax function that is being traced.
+
+    Args:
+        build: (mlir, module, values, *static) -> values, at the insertion point. A function of a
+            module, for jax tells calls apart by it.
+        arguments: jax arrays.
+        shapes: of the float32 results.
+        static: hashable values that `build` needs.
+    """
+    import jax.numpy as jnp
+    from jax.core import ShapedArray
+
+    results = tuple(ShapedArray(tuple(shape), jnp.float32) for shape in shapes)
+    values: list[Any] = _stablehlo_primitive().bind(
+        *arguments, build=build, results=results, static=static
+    )
+    return values
+
+
+@cache
+def _stablehlo_primitive() -> Any:
+    """A jax operation whose lowering is any function of the MLIR bindings."""
+    from jax.extend.core import Primitive
+    from jax.extend.mlir import ir
+    from jax.extend.mlir.dialects import func
+    from jax.extend.mlir.dialects import stablehlo as hlo
+    from jax.interpreters import mlir
+
+    primitive = Primitive("torchrec_tpu_stablehlo")
+    primitive.multiple_results = True
+    primitive.def_abstract_eval(lambda *_, results, **__: list(results))
+
+    def lower_call(context: Any, *values: Any, build: Any, static: Any, **_: Any) -> Any:
+        module = context.module_context.module
+        return build(Mlir(ir=ir, hlo=hlo, func=func), module, values, *static)
+
+    mlir.register_lowering(primitive, lower_call)
+    return primitive
+
+
+def torch_op(name: str, function: Callable[..., Any], *, donated: Sequence[int] = ()) -> Any:
+    """A jax function as a torch op that runs on tensors of device "tpu".
+
+    Needs torch_tpu loaded, which the caller has seen to. Donated arguments must be overwritten
+    after the call.
+
+    Args:
+        name: "namespace::name".
+        function: annotated; arguments that are no arrays are static.
+        donated: indices of arguments whose memory the results take over.
+    """
+    import torch
+
+    require("torch_tpu", "jax", "jaxlib")
+    tpu: Any = getattr(torch, "tpu")  # noqa: B009  # unknown to mypy
+    return tpu.pallas.jax_op(name, function, donate_argnums=tuple(donated) or None)
+
+
 # ------------------------------------------------------------------------------------- torch -> HLO
 
 
@@ -436,36 +505,60 @@ def _replay(graph: Graph, inputs: Sequence[torch.Tensor]) -> list[torch.Tensor]:
     return [values[output.index] for output in graph.outputs]
 
 
-def _child(source: Path, target: Path) -> None:
-    """Lowers pickled graphs; the main function of the child process."""
+def register_device() -> None:
+    """Registers torch's device "tpu" in this process although there is none.
+
+    For child processes: it patches torch. No runtime is ever started, so nothing can be computed.
+    """
+    require("torch_tpu")
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
-        import torch
+        import torch  # noqa: F401
         from torch_tpu._internal.utils import hardware
 
-        # Registers the device although there is none; no runtime is ever started.
         hardware.get_tpu_device_count = lambda: 1
         import torch_tpu  # noqa: F401
         from torch_tpu import _loader
 
         _loader._init_device("tpu")
-        from torch_tpu._internal import execution_mode
-        from torch_tpu._internal.compile import tpu_torch_compile
 
-        fx_mode = execution_mode.EagerMode._INTERNAL_COMPILE_FX_GRAPH
-        texts: list[str] = []
-        result: list[str] | ProgramError = texts
-        try:
-            for graph in pickle.loads(source.read_bytes()):
-                with execution_mode.set_eager_mode(fx_mode), torch.no_grad():
-                    arguments = [
-                        tpu_torch_compile.placeholder(list(shape), dtype, False)
-                        for shape, dtype in graph.inputs
-                    ]
-                    built = tpu_torch_compile.build_mlir(_replay(graph, arguments), arguments)
-                texts.append(tpu_torch_compile.serialize_mlir_text(built))
-        except ProgramError as error:
-            result = error
+
+def trace(
+    function: Callable[[Sequence[torch.Tensor]], Sequence[torch.Tensor]],
+    inputs: Sequence[tuple[tuple[int, ...], torch.dtype]],
+) -> str:
+    """StableHLO text of what a function does to tensors of device "tpu"; see `register_device`.
+
+    Args:
+        function: of a list of tensors that have no values; writes to none of them.
+        inputs: shape and type of each.
+    """
+    import torch
+    from torch_tpu._internal import execution_mode
+    from torch_tpu._internal.compile import tpu_torch_compile
+
+    fx_mode = execution_mode.EagerMode._INTERNAL_COMPILE_FX_GRAPH
+    with warnings.catch_warnings(), execution_mode.set_eager_mode(fx_mode), torch.no_grad():
+        warnings.simplefilter("ignore")
+        arguments = [
+            tpu_torch_compile.placeholder(list(shape), dtype, False) for shape, dtype in inputs
+        ]
+        built = tpu_torch_compile.build_mlir(list(function(arguments)), arguments)
+    text: str = tpu_torch_compile.serialize_mlir_text(built)
+    return text
+
+
+def _child(source: Path, target: Path) -> None:
+    """Lowers pickled graphs; the main function of the child process."""
+    register_device()
+    result: list[str] | ProgramError
+    try:
+        result = [
+            trace(partial(_replay, graph), graph.inputs)
+            for graph in pickle.loads(source.read_bytes())
+        ]
+    except ProgramError as error:
+        result = error
     target.write_bytes(pickle.dumps(result))
 
 

@@ -22,7 +22,7 @@ from torchrec_tpu.sparsecore.geometry import Geometry
 
 
 class Backend(Protocol):
-    """What executes lookups and updates on one kind of device.
+    """What executes lookups and updates on the host; those of a TPU satisfy `tpu.TpuBackend`.
 
     Tables and slots are logical: row i is id i, (V, D) or (V,), nothing padded. All lists are in
     stack order. Arguments that contradict each other raise ValueError, and a case that the backend
@@ -86,11 +86,15 @@ BACKENDS: Final[Mapping[str, str]] = MappingProxyType(
     {
         "cpu": "torchrec_tpu.sparsecore.backends.cpu:CpuBackend",
         "reference": "torchrec_tpu.sparsecore.backends.reference:ReferenceBackend",
+        "tpu": "torchrec_tpu.sparsecore.backends.tpu:TpuBackend",
+        "xla": "torchrec_tpu.sparsecore.backends.xla:XlaBackend",
     }
 )
 """Name -> "module:class"; the module is imported at first use."""
 
-FOR_DEVICE: Final[Mapping[str, tuple[str, ...]]] = MappingProxyType({"cpu": ("cpu", "reference")})
+FOR_DEVICE: Final[Mapping[str, tuple[str, ...]]] = MappingProxyType(
+    {"cpu": ("cpu", "reference"), "tpu": ("tpu", "xla")}
+)
 """Device type of the tables -> backends that can work on them. The first is used unless another is
 forced: a slower one never steps in silently."""
 

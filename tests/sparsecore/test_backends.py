@@ -8,7 +8,7 @@ import pytest
 from oracle import Arrays, gains_of
 
 from torchrec_tpu.sparsecore import Combiner, Table, backends, make_layout
-from torchrec_tpu.sparsecore.backends import BACKENDS
+from torchrec_tpu.sparsecore.backends import FOR_DEVICE
 from torchrec_tpu.sparsecore.optimizers import (
     OPTIMIZERS,
     RULES,
@@ -186,7 +186,7 @@ def dense_gradients(spec, batch, tables, grad, max_gradient):
 # ------------------------------------------------------------------------------------- conformance
 
 
-@pytest.fixture(params=BACKENDS)
+@pytest.fixture(params=FOR_DEVICE["cpu"])
 def backend(request):
     if why := backends.why_unavailable(request.param):
         pytest.skip(f"backend {request.param}: {why}")
@@ -234,7 +234,7 @@ def test_update_equals_dense_arithmetic(backend, spec, name, max_gradient):
 
 @by_spec
 @pytest.mark.parametrize("rule", RULES.values(), ids=RULES)
-@pytest.mark.parametrize("name", [name for name in BACKENDS if name != "reference"])
+@pytest.mark.parametrize("name", [name for name in FOR_DEVICE["cpu"] if name != "reference"])
 def test_a_backend_equals_the_reference_bit_for_bit(name, spec, rule):
     """Four steps of lookup and update, with and without clipping."""
     if why := backends.why_unavailable(name):

@@ -20,12 +20,14 @@ ROLES = ("row_pointers", "embedding_ids", "sample_ids", "gains")
 MAX_MINIBATCHES = 64  # what row_pointers have room for
 
 
-def make(num_devices: int, cores_per_device: int) -> Layout:
+def make(num_devices: int, cores_per_device: int, *, dim: int = 6) -> Layout:
     """Two stacks: two tables of which one feeds two features, and one table."""
     tables = [
-        Table(name="a", num_embeddings=50, embedding_dim=6, combiner=Combiner.SUM, features=("f",)),
         Table(
-            name="b", num_embeddings=97, embedding_dim=6, combiner=Combiner.MEAN,
+            name="a", num_embeddings=50, embedding_dim=dim, combiner=Combiner.SUM, features=("f",)
+        ),
+        Table(
+            name="b", num_embeddings=97, embedding_dim=dim, combiner=Combiner.MEAN,
             features=("g", "h"),
         ),
         Table(
