@@ -145,7 +145,7 @@ class Traced:
 
     gradients: (trained, frozen, inputs, lengths, activations) ->
         (loss, outputs, gradients of trained, gradients of the activations of trained stacks)
-    update: (gradients summed over devices, trained, slots by parameter, operands[, active]) ->
+    update: (sums of all devices' gradients, trained, slots by parameter, operands[, active]) ->
         (trained, slots by parameter)
 
     Attributes:
@@ -329,15 +329,16 @@ def trace(
             raise ProgramError(
                 f"the loss has shape {tuple(value.shape)}, expected a scalar: its mean over samples"
             )
+        # Divided here, all gradients are divided at the price of one scalar.
+        divided = value / num_devices if gradient_division else value
         wanted = {name: p for name, p in parameters.items() if p.requires_grad}
         gradients: tuple[Tensor | None, ...] = torch.autograd.grad(
-            value,
+            divided,
             [*wanted.values(), *(activations[key] for key in optimizers)],
             allow_unused=True,
         )
-        divisor = num_devices if gradient_division else 1
         of_activations = [
-            gradient if gradient is None else _clipped(gradient / divisor, spec.max_gradient)
+            gradient if gradient is None else _clipped(gradient, spec.max_gradient)
             for spec, gradient in zip(optimizers.values(), gradients[len(wanted) :], strict=True)
         ]
         return (
@@ -399,7 +400,8 @@ def trace(
         is_active = next(rest) != 0 if is_conditional else None
         new: list[list[Tensor]] = []
         for gradient, weight, old in zip(gradients, weights, state, strict=True):
-            mean = _clipped(gradient / num_devices, dense_optimizer.max_gradient)
+            mean = gradient if gradient_division else gradient / num_devices
+            mean = _clipped(mean, dense_optimizer.max_gradient)
             view = [t.view(_rows_of(weight)) for t in (mean, weight)]
             state_views = [
                 t.view(_rows_of(weight)) if slot.width == "row" else t.unsqueeze(1)
