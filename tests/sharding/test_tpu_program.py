@@ -35,7 +35,7 @@ OPTIMIZERS = {
     "sgd": sgd(lr=0.5),
     "adagrad": adagrad(lr=0.05),
     "rowwise_adagrad": rowwise_adagrad(lr=0.05),
-    "adam": adam(lr=0.05, eps=1e-6),  # with 1e-8, gradients that are rounding errors move weights
+    "adam": adam(lr=0.05, eps=1e-4),  # with 1e-8, gradients that are rounding errors move weights
 }
 
 
