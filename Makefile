@@ -41,7 +41,7 @@ format: $(VENV)/.package ## rewrite files in the project's style and regenerate 
 	git ls-files -z '*.cc' '*.h' '*.inc' | xargs -0r $(BIN)/clang-format -i
 
 bench: $(VENV)/.package ## measure preprocessing and execution on this machine, beside what is installed
-	for script in benchmarks/*.py; do $(BIN)/python "$$script" || exit 1; done
+	for script in preprocess execution; do $(BIN)/python "benchmarks/$$script.py" || exit 1; done
 
 docs: $(VENV)/.docs ## build the documentation site into build/site
 	$(BIN)/mkdocs build --strict
