@@ -10,6 +10,7 @@ activations, R rows of its table, D row width.
 from __future__ import annotations
 
 import json
+import math
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any, Final
@@ -290,6 +291,41 @@ def inline(function: Any, arguments: Sequence[Value]) -> list[Value]:
         connect(copy)
         known.update(zip(source.operation.results, copy.results, strict=True))
     raise AssertionError(f"{function.name} does not return")
+
+
+def flatten_concatenations(mlir: Mlir, block: Any) -> None:
+    """Joins what is flattened right after joining as flat arrays, in place.
+
+    (B, 1, D) and (B, n, D) become (B, (1 + n) * D) by way of (B, 1 + n, D), whose tiles are padded
+    unless B is the minor dimension: libtpu then keeps all activations so, and copies the gradients
+    of the lookups back. Joined as (B, D) and (B, n * D) they have nothing to pad.
+    """
+    for operation in list(block.operations):
+        if operation.operation.name != "stablehlo.reshape":
+            continue
+        joined = operation.operation.operands[0]
+        if isinstance(joined.owner, mlir.ir.Block) or joined.owner.name != (
+            "stablehlo.concatenate"
+        ):
+            continue
+        axis = int(joined.owner.attributes["dimension"])
+        to = list(mlir.ir.RankedTensorType(operation.operation.results[0].type).shape)
+
+        def flat(value: Value, axis: int = axis) -> list[int]:
+            shape = list(mlir.ir.RankedTensorType(value.type).shape)
+            return [*shape[:axis], math.prod(shape[axis : axis + 2]), *shape[axis + 2 :]]
+
+        if len(to) != len(joined.type.shape) - 1 or flat(joined) != to:
+            continue
+        with mlir.ir.InsertionPoint(operation):
+            element = mlir.ir.RankedTensorType(joined.type).element_type
+            parts = [
+                mlir.hlo.reshape(mlir.ir.RankedTensorType.get(flat(part), element), part)
+                for part in joined.owner.operands
+            ]
+            new = mlir.hlo.concatenate(parts, axis)
+        operation.operation.results[0].replace_all_uses_with(new)
+        operation.operation.erase()
 
 
 def constants(mlir: Mlir, arrays: Sequence[npt.NDArray[Any]]) -> list[Value]:

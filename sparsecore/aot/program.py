@@ -494,6 +494,7 @@ class _Assembly:
             )
             if not module.operation.verify():
                 raise ProgramError("the assembled step is not valid StableHLO")
+            lowering.flatten_concatenations(mlir, main.regions[0].blocks[0])
             adapter.simplify(module)  # values of the module do not survive this
             return Program(
                 text=str(module),

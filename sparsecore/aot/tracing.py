@@ -123,12 +123,11 @@ class Shape:
         rows: dict[int, Tensor] = {}  # by config index
         num_samples = iter(self.num_samples)
         for stack in layout.stacks:
-            # In two dimensions throughout: with an axis of cores, XLA picks another layout for the
-            # gradient than SparseCores want, and copies it.
-            parts = torch.split(activations[stack.name], list(self.of_stack(stack)) * cores)
-            for index, feature in enumerate(stack.features):
+            by_core = activations[stack.name].view(cores, -1, stack.dim)
+            parts = torch.split(by_core, list(self.of_stack(stack)), dim=1)
+            for feature, part in zip(stack.features, parts, strict=True):
                 dim = layout.stacked_table(feature.table).table.embedding_dim
-                samples = torch.cat(parts[index :: len(stack.features)])
+                samples = part.reshape(-1, stack.dim)
                 count = next(num_samples)
                 rows[feature.config_index] = _narrow(_narrow(samples, 0, count), 1, dim)
         is_sequence = layout.features[0].combiner is Combiner.NONE

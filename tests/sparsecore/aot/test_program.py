@@ -145,6 +145,13 @@ def test_one_all_reduce_carries_all_dense_gradients_and_the_loss(program):
     assert f"replica_groups = dense<[[{', '.join(map(str, range(DEVICES)))}]]>" in program.text
 
 
+def test_features_are_joined_flat(program):
+    joined = [line for line in program.text.splitlines() if "stablehlo.concatenate" in line]
+    width = DIM * (1 + len(TABLES))
+    assert any(f"-> tensor<{BATCH}x{width}xf32>" in line for line in joined)
+    assert not [line for line in joined if f"-> tensor<{BATCH}x{1 + len(TABLES)}x{DIM}" in line]
+
+
 def test_one_device_has_no_collective():
     program = trace(dlrm(), dlrm_batch(), num_devices=1, dense=sgd(lr=0.1))
     assert program.expected.collectives == ()
