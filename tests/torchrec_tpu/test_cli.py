@@ -117,7 +117,12 @@ def test_doctor_finds_this_environment_healthy(capsys: pytest.CaptureFixture[str
     assert main(["doctor", "--json"]) == 0
     told = json.loads(capsys.readouterr().out)
     assert told["healthy"] is True
-    assert told["backends"] == {"cpu": None, "reference": None}
+    backends = told["backends"]
+    assert set(backends) == {"cpu", "reference", "tpu", "xla"}
+    assert backends["cpu"] is None
+    assert backends["reference"] is None
+    assert "TPU" in backends["tpu"]  # says what is missing: there is no TPU where tests run
+    assert "TPU" in backends["xla"]
     assert {f["subject"] for f in told["findings"] if f["level"] == "ok"} >= {
         "torch",
         "torchrec",
