@@ -451,7 +451,8 @@ def to_stablehlo(graphs: Sequence[Graph]) -> list[str]:
     require("torch_tpu")
     with tempfile.TemporaryDirectory(prefix="torchrec_tpu_") as directory:
         source, target = Path(directory, "graphs.pickle"), Path(directory, "texts.pickle")
-        source.write_bytes(pickle.dumps(list(graphs)))
+        with source.open("wb") as file:
+            _Pickler(file).dump(list(graphs))
         try:
             child = subprocess.run(
                 [sys.executable, "-m", __name__, str(source), str(target)],
@@ -477,6 +478,27 @@ def to_stablehlo(graphs: Sequence[Graph]) -> list[str]:
     return result
 
 
+class _Pickler(pickle.Pickler):
+    """Names torch's constants in torch.
+
+    By themselves they are pickled under the first loaded module that has an attribute `torch`: any
+    script of the user, which the child may not be able to import.
+    """
+
+    def reducer_override(self, obj: Any) -> Any:
+        import torch
+
+        if isinstance(obj, torch.memory_format | torch.layout | torch.dtype):
+            return _torch_constant, (str(obj).removeprefix("torch."),)
+        return NotImplemented
+
+
+def _torch_constant(name: str) -> Any:
+    import torch
+
+    return getattr(torch, name)
+
+
 def _replay(graph: Graph, inputs: Sequence[torch.Tensor]) -> list[torch.Tensor]:
     """Runs a graph on inputs of device "tpu"; tensors that it makes come to that device too."""
     import torch
@@ -493,9 +515,9 @@ def _replay(graph: Graph, inputs: Sequence[torch.Tensor]) -> list[torch.Tensor]:
         args, kwargs = tree_map(value_of, arguments)
         namespace, *path = name.split(".")
         target: Any = operator if namespace == "operator" else getattr(torch.ops, namespace)
-        for attribute in path:
-            target = getattr(target, attribute)
         try:
+            for attribute in path:
+                target = getattr(target, attribute)
             values.append(target(*args, **kwargs))
         except Exception as error:
             message = str(error).strip().split("\n", 1)[0]
