@@ -32,6 +32,10 @@ class WeightsError(TorchrecTpuError, ValueError):
     """Weights that are absent where is_weighted=True needs them, or that ask for a gradient."""
 
 
+class PlacementError(TorchrecTpuError, ValueError):
+    """Shards of a table that no collection can serve, or a plan that leaves tables out."""
+
+
 class BatchSizeError(TorchrecTpuError, ValueError):
     """A batch larger than the static batch size."""
 
