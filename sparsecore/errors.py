@@ -190,3 +190,15 @@ class CompilerDiedError(CompileError):
 
 class DeadlineError(CompileError, TimeoutError):
     """A compilation that took longer than it may."""
+
+
+class CheckpointError(TorchrecTpuError, RuntimeError):
+    """A checkpoint that could not be saved or loaded; the last good one is still there."""
+
+
+class DamagedCheckpointError(CheckpointError):
+    """A checkpoint with a file that is missing, cut off or altered."""
+
+
+class CheckpointMismatchError(CheckpointError, ValueError):
+    """A checkpoint of other tables, shapes or optimizers than the model's."""

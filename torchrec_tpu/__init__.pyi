@@ -3,6 +3,10 @@
 from torchrec_tpu.api import calibrate as calibrate
 from torchrec_tpu.api import prepare as prepare
 from torchrec_tpu.api import shard as shard
+from torchrec_tpu.sharding.checkpoint import Restored as Restored
+from torchrec_tpu.sharding.checkpoint import latest_checkpoint as latest_checkpoint
+from torchrec_tpu.sharding.checkpoint import load_checkpoint as load_checkpoint
+from torchrec_tpu.sharding.checkpoint import save_checkpoint as save_checkpoint
 from torchrec_tpu.sharding.embeddings import Options as Options
 from torchrec_tpu.sharding.embeddings import (
     SparseCoreEmbeddingBagCollection as SparseCoreEmbeddingBagCollection,
