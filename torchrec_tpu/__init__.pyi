@@ -14,9 +14,12 @@ from torchrec_tpu.sharding.embeddings import (
 from torchrec_tpu.sharding.embeddings import (
     SparseCoreEmbeddingCollection as SparseCoreEmbeddingCollection,
 )
+from torchrec_tpu.sharding.plan import SparseCorePlan as SparseCorePlan
+from torchrec_tpu.sharding.planner import TpuEmbeddingShardingPlanner as TpuEmbeddingShardingPlanner
 from torchrec_tpu.sharding.swap import SwapReport as SwapReport
 from torchrec_tpu.sharding.swap import fused_optimizer as fused_optimizer
 from torchrec_tpu.sharding.swap import swap_embeddings as swap_embeddings
+from torchrec_tpu.sharding.topology import TpuTopology as TpuTopology
 from torchrec_tpu.sparsecore.capacity import Capacity as Capacity
 from torchrec_tpu.sparsecore.errors import TorchrecTpuError as TorchrecTpuError
 from torchrec_tpu.sparsecore.optimizers import OptimizerSpec as OptimizerSpec

@@ -94,19 +94,44 @@ def _problem(chip: Chip, sides: tuple[int, ...]) -> str | None:
     return None
 
 
+def slice_of(chip: Chip, num_devices: int) -> Topology:
+    """The most compact slice with so many devices.
+
+    Raises:
+        TopologyError: no slice of this chip has that number; names some that exist.
+
+    >>> slice_of(CHIPS["tpu7x"], 64).name
+    'tpu7x:4x4x2'
+    """
+    num_chips, rest = divmod(num_devices, chip.devices_per_chip)
+    if not rest and num_chips and (found := _slices(chip, num_chips)):
+        return found[0]
+    raise TopologyError(
+        f"no {chip.name} slice has {num_devices} devices of which {chip.devices_per_chip} make a "
+        f"chip. {_forms(chip, num_chips)}"
+    )
+
+
+def _slices(chip: Chip, num_chips: int) -> list[Topology]:
+    """All slices with so many chips, the most compact first."""
+    if num_chips > _MAX_CHIPS[chip.name]:
+        return []
+    divisors = [n for n in range(1, num_chips + 1) if num_chips % n == 0]
+    valid = [
+        sides
+        for sides in itertools.product(divisors, repeat=_NUM_SIDES[chip.name])
+        if math.prod(sides) == num_chips and _problem(chip, sides) is None
+    ]
+    most_compact = sorted(valid, key=lambda sides: (max(sides), sides[::-1]))
+    return [Topology(chip=chip, sides=sides) for sides in most_compact]
+
+
 def _forms(chip: Chip, num_chips: int) -> str:
     """Names of some slices with so many chips (2 to 32 when that says nothing)."""
     counts = [num_chips] if 1 < num_chips <= _MAX_CHIPS[chip.name] else [4, 8, 16, 32]
     found = []
     for count in counts:
-        divisors = [n for n in range(1, count + 1) if count % n == 0]
-        valid = [
-            sides
-            for sides in itertools.product(divisors, repeat=_NUM_SIDES[chip.name])
-            if math.prod(sides) == count and _problem(chip, sides) is None
-        ]
-        most_compact = sorted(valid, key=lambda sides: (max(sides), sides[::-1]))
-        slices = [Topology(chip=chip, sides=sides) for sides in most_compact[: 4 // len(counts)]]
+        slices = _slices(chip, count)[: 4 // len(counts)]
         found += [f"{s.name} ({s.num_devices} devices)" for s in slices]
     what = f"{num_chips} chips" if counts == [num_chips] else "some forms"
     return f"{what}: {', '.join(found) or 'no form'}"
