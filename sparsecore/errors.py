@@ -1,7 +1,7 @@
 """The exceptions of torchrec_tpu: each names what was wrong, where, and what to do.
 
-All of them are raised before anything is changed: weights, optimizer state and buffers are as they
-were before the call.
+All but PeerError are raised before anything is changed: weights, optimizer state and buffers are as
+they were before the call.
 """
 
 
@@ -119,6 +119,20 @@ class BackwardError(TorchrecTpuError, RuntimeError):
 
 class UnshardedError(TorchrecTpuError, RuntimeError):
     """Training of unsharded tables in one of several processes, where replicas would diverge."""
+
+
+class PeerError(TorchrecTpuError, RuntimeError):
+    """A collective that cannot end, because ranks have died, hang or do something else.
+
+    Tables on the ranks that are left may have parts of a step: go on from a checkpoint.
+
+    Attributes:
+        ranks: those that are missing; empty when all are there and the network is at fault.
+    """
+
+    def __init__(self, message: str, *, ranks: tuple[int, ...]) -> None:
+        self.ranks = ranks
+        super().__init__(message)
 
 
 class OptimizerError(TorchrecTpuError, ValueError):

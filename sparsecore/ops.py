@@ -3,6 +3,7 @@
     torchrec_tpu::sparse_dense_matmul(buffers, tables, geometry, out_shape) -> activations
     torchrec_tpu::sparse_dense_matmul_update_(grad, buffers, tables!, slots!, operands, geometry,
                                               rule, max_gradient)
+    torchrec_tpu::ragged_all_to_all(values, send, receive, group) -> received
 
 `buffers` holds four tensors a stack (row_pointers, embedding_ids, sample_ids, gains; see
 `StackBuffers`). On the CPU tables and slots are logical, row-major float32 arrays in the order of
@@ -13,7 +14,7 @@ is one tensor in device form, the geometry has limits, and backends/tpu.py runs 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Sequence
-from typing import TYPE_CHECKING, Any, Final, cast
+from typing import TYPE_CHECKING, Any, Final, Protocol, cast
 
 import torch
 from torch import Tensor
@@ -210,3 +211,81 @@ class _Lookup(torch.autograd.Function):
         (grad,) = grads
         update(grad.contiguous())
         return (None,) * 6
+
+
+# ---------------------------------------------------------------------------------- between ranks
+
+
+class Awaitable(Protocol):
+    """A collective that was started."""
+
+    def wait(self) -> Tensor:
+        """Its result."""
+
+
+_exchanges: dict[str, Callable[[Tensor, Sequence[int], Sequence[int]], Awaitable]] = {}
+
+
+def set_exchange(
+    group: str, exchange: Callable[[Tensor, Sequence[int], Sequence[int]], Awaitable]
+) -> None:
+    """Says how `ragged_all_to_all` reaches the other ranks of the process group of that name."""
+    _exchanges[group] = exchange
+
+
+@torch.library.custom_op("torchrec_tpu::ragged_all_to_all", mutates_args=())
+def ragged_all_to_all(
+    values: Tensor, send: Sequence[int], receive: Sequence[int], group: str
+) -> Tensor:
+    """A part of the values to each rank, and a part from each; the gradient goes the way back.
+
+    Args:
+        values: (N,) or (N, width): rank 0's part first.
+        send: items for each rank, N in all.
+        receive: items from each rank, M in all.
+        group: name of a process group that an `Exchange` was made for.
+
+    Returns:
+        (M,) or (M, width): rank 0's part first.
+    """
+    if group not in _exchanges:
+        raise ValueError(
+            f"there is no Exchange over the process group {group!r}, only over {list(_exchanges)}"
+        )
+    received = _exchanges[group](values, send, receive).wait()
+    return received.clone() if received.data_ptr() == values.data_ptr() else received
+
+
+@ragged_all_to_all.register_fake
+def _(
+    values: Tensor,
+    send: Sequence[int],  # noqa: ARG001
+    receive: Sequence[int],
+    group: str,  # noqa: ARG001
+) -> Tensor:
+    return values.new_empty((sum(receive), *values.shape[1:]))
+
+
+def _remember(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:  # noqa: ARG001
+    _, ctx.send, ctx.receive, ctx.group = inputs
+
+
+def _send_back(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None, None]:
+    return ragged_all_to_all(grad, ctx.receive, ctx.send, ctx.group), None, None, None
+
+
+ragged_all_to_all.register_autograd(_send_back, setup_context=_remember)
+
+
+def ragged_all_to_all_on_device(
+    values: Tensor, send: Sequence[int], receive: Sequence[int], group: str
+) -> Tensor:
+    """The same for tensors on a device, without autograd.
+
+    Raises:
+        NotImplementedError: nothing exchanges tensors on that type of device, or not here.
+    """
+    backends.choose(values.device.type)
+    from torchrec_tpu.sparsecore.backends import tpu
+
+    return tpu.ragged_all_to_all(values, send, receive, group)

@@ -15,12 +15,13 @@ feature, D row width of a stack, d of a table, O operands of the rule.
 from __future__ import annotations
 
 import importlib.metadata
+import itertools
 import os
 import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from types import MappingProxyType
-from typing import Any, Final
+from typing import Any, Final, cast
 
 import torch
 from torch import Tensor
@@ -253,6 +254,43 @@ def _ops() -> Any:
     # An attribute of torch only once torch_tpu is loaded, so mypy does not know it.
     tpu: Any = getattr(torch, "tpu")  # noqa: B009
     return tpu.ops
+
+
+def ragged_all_to_all(
+    values: Tensor, send: Sequence[int], receive: Sequence[int], group: str
+) -> Tensor:
+    """A part of the values to each rank, and a part from each, on the device.
+
+    Args:
+        values: (N,) or (N, width), on the device: rank 0's part first.
+        send: items for each rank.
+        receive: items from each rank, M in all.
+        group: name of a process group of the backend "tpu_dist", one rank a device.
+
+    Returns:
+        (M,) or (M, width).
+
+    Raises:
+        NotImplementedError: no TPU can be used here.
+    """
+    if why := why_no_tpu():
+        raise NotImplementedError(f"no exchange on device {values.device}: {why}")
+    from torch.distributed._functional_collectives import all_to_all_single
+
+    begin_send, sent, begin_receive, received = torch.tensor(
+        [_begins(send), send, _begins(receive), receive], dtype=torch.int32, device=values.device
+    )
+    # A sender says where its part goes in the receiver's tensor, which only the receiver knows.
+    begin_there = all_to_all_single(begin_receive, None, None, cast(Any, group))
+    out = values.new_empty((sum(receive), *values.shape[1:]))
+    result: Tensor = _ops().ragged_all_to_all(
+        values, out, begin_send, sent, begin_there, received, group
+    )
+    return result
+
+
+def _begins(sizes: Sequence[int]) -> list[int]:
+    return [0, *itertools.accumulate(sizes)][:-1]
 
 
 # ---------------------------------------------------------------------------------------- checking
