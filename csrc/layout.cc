@@ -1,5 +1,6 @@
 #include "trtpu/layout.h"
 
+#include <algorithm>
 #include <bit>
 #include <cstdint>
 #include <limits>
@@ -15,6 +16,12 @@ std::int32_t BitsOf(std::uint64_t value) {
   return static_cast<std::int32_t>(std::bit_width(value));
 }
 
+// Rows of the fullest core.
+std::int64_t NumRows(const TableLayout& table, std::int64_t num_cores) {
+  return table.block_rows > 0 ? std::min(table.block_rows, table.num_embeddings)
+                              : (table.num_embeddings - 1) / num_cores + 1;
+}
+
 std::string CheckTable(const Layout& layout, const TableLayout& table, std::int32_t first_feature,
                        std::int64_t first_row) {
   if (table.stack < 0 || table.stack >= layout.num_stacks) {
@@ -28,11 +35,17 @@ std::string CheckTable(const Layout& layout, const TableLayout& table, std::int3
     return "rotation=" + std::to_string(table.rotation) + " is outside 0.." +
            std::to_string(layout.num_cores - 1);
   }
+  if (table.block_rows < 0 ||
+      (table.block_rows > 0 && (table.num_embeddings - 1) / table.block_rows >= layout.num_cores)) {
+    return "block_rows=" + std::to_string(table.block_rows) + " does not spread " +
+           std::to_string(table.num_embeddings) + " rows over " + std::to_string(layout.num_cores) +
+           " cores";
+  }
   if (table.row_offset < first_row) {
     return "row_offset=" + std::to_string(table.row_offset) + " overlaps the rows below " +
            std::to_string(first_row);
   }
-  if (table.row_offset > kMaxRow - (table.num_embeddings - 1) / layout.num_cores) {
+  if (table.row_offset > kMaxRow - (NumRows(table, layout.num_cores) - 1)) {
     return "its last row on a core does not fit int32 (row_offset=" +
            std::to_string(table.row_offset) +
            ", num_embeddings=" + std::to_string(table.num_embeddings) + " over " +
@@ -73,7 +86,7 @@ std::string CheckLayout(const Layout& layout) {
     const std::string problem = CheckTable(layout, table, first_feature, row);
     if (!problem.empty()) return "table " + std::to_string(t) + ": " + problem;
     first_row[static_cast<std::size_t>(table.stack)] =
-        table.row_offset + (table.num_embeddings - 1) / layout.num_cores + 1;
+        table.row_offset + NumRows(table, layout.num_cores);
     first_feature += table.num_features;
   }
   if (first_feature != layout.num_features()) {
@@ -86,18 +99,28 @@ std::string CheckLayout(const Layout& layout) {
 KeyMap MakeKeyMap(const TableLayout& table, std::int32_t num_cores) {
   const std::uint64_t cores = static_cast<std::uint64_t>(num_cores);
   const std::uint64_t last = static_cast<std::uint64_t>(table.num_embeddings) - 1;
+  const bool has_blocks = table.block_rows > 0;
   KeyMap map{};
+  map.mapping = has_blocks                   ? RowMapping::kBlocks
+                : std::has_single_bit(cores) ? RowMapping::kModPowerOfTwo
+                                             : RowMapping::kMod;
   map.num_embeddings = last + 1;
   map.num_cores = cores;
   map.rotation = static_cast<std::uint64_t>(table.rotation);
+  // A block may be longer than its table.
+  map.divisor =
+      has_blocks ? std::min(static_cast<std::uint64_t>(table.block_rows), last + 1) : cores;
   map.core_bits = BitsOf(cores - 1);
-  map.row_bits = BitsOf(last / cores);
-  map.is_power_of_two = std::has_single_bit(cores);
-  // ceil(2^(31+l) / cores) with l = ceil(log2 cores) fits 32 bits and is exact below 2^31.
-  map.reciprocal_shift = 31 + map.core_bits;
-  map.reciprocal = ((std::uint64_t{1} << map.reciprocal_shift) + cores - 1) / cores;
+  map.row_bits = BitsOf(static_cast<std::uint64_t>(NumRows(table, num_cores)) - 1);
+  if (has_blocks) map.idle_bits = map.core_bits - BitsOf(last / map.divisor);
+  // ceil(2^(31+l) / d) with l = ceil(log2 d) fits 32 bits and is exact below 2^31.
+  const bool is_small = last < (1ull << 31);
+  if (is_small || !has_blocks) {
+    map.reciprocal_shift = 31 + BitsOf(map.divisor - 1);
+    map.reciprocal = ((std::uint64_t{1} << map.reciprocal_shift) + map.divisor - 1) / map.divisor;
+  }
   map.is_narrow =
-      map.core_bits + map.row_bits <= 32 && (map.is_power_of_two || last < (1ull << 31));
+      map.core_bits + map.row_bits <= 32 && (map.mapping == RowMapping::kModPowerOfTwo || is_small);
   return map;
 }
 

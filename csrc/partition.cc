@@ -145,12 +145,14 @@ SortPlan PlanOf(const PartitionItem& item, const KeyMap& map, std::int64_t bucke
   // Less than eight buckets are not worth it: each id would wait for the one before to be counted.
   std::int32_t wanted = std::min(BitsOf(item.size / bucket_size), kMaxWantedBucketBits);
   if (wanted < 3) wanted = 0;
+  // Of the bits that all ids share none makes a bucket.
+  if (wanted > 0) wanted = std::min(wanted + map.idle_bits, kMaxWantedBucketBits);
   // With few bits, and ids enough to pay for the counters, the buckets are the sort.
   if (key_bits <= std::min(9, BitsOf(item.size))) wanted = key_bits;
   plan.bucket_bits = std::min(std::max(wanted, needed), key_bits);
   plan.rest_bits = key_bits - plan.bucket_bits;
   // A digit costs its histogram's size in every bucket.
-  const std::int64_t mean_size = item.size >> std::min(plan.bucket_bits, 31);
+  const std::int64_t mean_size = item.size >> std::clamp(plan.bucket_bits - map.idle_bits, 0, 31);
   const std::int32_t widest = std::clamp(BitsOf(mean_size) - 1, 6, kMaxDigitBits);
   plan.num_digits = std::min((plan.rest_bits + widest - 1) / widest, kMaxDigits);
   if (plan.num_digits > 0) {
@@ -271,9 +273,13 @@ bool SortWide(ItemContext& c, std::span<const Slice> slices) {
                  for (std::int64_t i = 0; i < n; ++i) {
                    const std::uint64_t id = static_cast<std::uint64_t>(slice.ids[first + i]);
                    is_outside |= id >= c.map.num_embeddings;
-                   const std::uint64_t partition = (id + c.map.rotation) % c.map.num_cores;
-                   from[at + i] = {partition << 32 | (id / c.map.num_cores & 0xffffffffu),
-                                   c.scratch.low[i]};
+                   const std::uint64_t quotient = id / c.map.divisor,
+                                       remainder = id % c.map.divisor;
+                   const bool has_blocks = c.map.mapping == RowMapping::kBlocks;
+                   const std::uint64_t core = has_blocks ? quotient : remainder;
+                   const std::uint64_t partition = (core + c.map.rotation) % c.map.num_cores;
+                   const std::uint64_t row = has_blocks ? remainder : quotient;
+                   from[at + i] = {partition << 32 | (row & 0xffffffffu), c.scratch.low[i]};
                  }
                });
   if (is_outside) return false;

@@ -64,13 +64,14 @@ inline __m512i LoadIds(const std::int64_t* ids, __mmask16 lanes, u64 limit, __mm
 // Far enough ahead for memory, near enough to stay in the first-level cache.
 constexpr std::int64_t kPrefetchBytes = 2048;
 
-template <class Id, bool kPowerOfTwo>
+template <class Id, RowMapping kMapping>
 inline bool FillKeys(const Id* ids, std::int64_t n, const KeyMap& map, u32* keys) {
   const __m128i core_bits = Count(map.core_bits), row_bits = Count(map.row_bits),
                 reciprocal_shift = Count(map.reciprocal_shift);
   const __m512i rotation = _mm512_set1_epi32(static_cast<std::int32_t>(map.rotation));
   const __m512i num_cores = _mm512_set1_epi32(static_cast<std::int32_t>(map.num_cores));
   const __m512i core_mask = _mm512_sub_epi32(num_cores, _mm512_set1_epi32(1));
+  const __m512i divisor = _mm512_set1_epi32(static_cast<std::int32_t>(map.divisor));
   const __m512i reciprocal = _mm512_set1_epi64(static_cast<std::int64_t>(map.reciprocal));
   __mmask16 outside = 0;
   for (std::int64_t i = 0; i < n; i += 16) {
@@ -80,16 +81,18 @@ inline bool FillKeys(const Id* ids, std::int64_t n, const KeyMap& map, u32* keys
     if constexpr (sizeof(Id) == 8) _mm_prefetch(ahead + 64, _MM_HINT_T0);
     const __m512i id = LoadIds(ids + i, lanes, map.num_embeddings, &outside);
     __m512i partition, row;
-    if constexpr (kPowerOfTwo) {
+    if constexpr (kMapping == RowMapping::kModPowerOfTwo) {
       partition = _mm512_and_si512(_mm512_add_epi32(id, rotation), core_mask);
       row = _mm512_srl_epi32(id, core_bits);
     } else {
       const __m512i even = _mm512_srl_epi64(_mm512_mul_epu32(id, reciprocal), reciprocal_shift);
       const __m512i odd = _mm512_srl_epi64(_mm512_mul_epu32(_mm512_srli_epi64(id, 32), reciprocal),
                                            reciprocal_shift);
-      row = _mm512_mask_blend_epi32(0xaaaa, even, _mm512_slli_epi64(odd, 32));
-      partition =
-          _mm512_add_epi32(_mm512_sub_epi32(id, _mm512_mullo_epi32(row, num_cores)), rotation);
+      const __m512i quotient = _mm512_mask_blend_epi32(0xaaaa, even, _mm512_slli_epi64(odd, 32));
+      const __m512i remainder = _mm512_sub_epi32(id, _mm512_mullo_epi32(quotient, divisor));
+      constexpr bool kBlocks = kMapping == RowMapping::kBlocks;
+      row = kBlocks ? remainder : quotient;
+      partition = _mm512_add_epi32(kBlocks ? quotient : remainder, rotation);
       partition = _mm512_min_epu32(partition, _mm512_sub_epi32(partition, num_cores));
     }
     const __m512i key = _mm512_or_si512(_mm512_sll_epi32(partition, row_bits), row);
@@ -99,10 +102,21 @@ inline bool FillKeys(const Id* ids, std::int64_t n, const KeyMap& map, u32* keys
 }
 
 template <class Id>
+inline bool FillKeysBy(const Id* ids, std::int64_t n, const KeyMap& map, u32* keys) {
+  switch (map.mapping) {
+    case RowMapping::kModPowerOfTwo:
+      return FillKeys<Id, RowMapping::kModPowerOfTwo>(ids, n, map, keys);
+    case RowMapping::kMod:
+      return FillKeys<Id, RowMapping::kMod>(ids, n, map, keys);
+    default:
+      return FillKeys<Id, RowMapping::kBlocks>(ids, n, map, keys);
+  }
+}
+
+template <class Id>
 bool MakeKeys(const Id* ids, std::int64_t n, const KeyMap& map, const SortPlan& plan, u32* keys,
               u32* histogram) {
-  const bool is_outside = map.is_power_of_two ? FillKeys<Id, true>(ids, n, map, keys)
-                                              : FillKeys<Id, false>(ids, n, map, keys);
+  const bool is_outside = FillKeysBy(ids, n, map, keys);
   generic::CountBuckets(keys, n, plan, histogram);
   return is_outside;
 }

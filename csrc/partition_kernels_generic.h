@@ -12,10 +12,11 @@ namespace generic {
 using u32 = std::uint32_t;
 using u64 = std::uint64_t;
 
-template <class Id, bool kPowerOfTwo>
+template <class Id, RowMapping kMapping>
 inline bool FillKeys(const Id* ids, std::int64_t n, const KeyMap& map, u32* keys) {
   const u64 num_embeddings = map.num_embeddings, rotation = map.rotation;
   const u32 num_cores = static_cast<u32>(map.num_cores), mask = num_cores - 1;
+  const u32 divisor = static_cast<u32>(map.divisor);
   const u64 reciprocal = map.reciprocal;
   const int core_bits = map.core_bits, row_bits = map.row_bits,
             reciprocal_shift = map.reciprocal_shift;
@@ -25,13 +26,16 @@ inline bool FillKeys(const Id* ids, std::int64_t n, const KeyMap& map, u32* keys
     const u64 id = static_cast<u64>(static_cast<std::int64_t>(ids[i]));
     outside |= static_cast<u64>(id >= num_embeddings);
     u32 partition, row;
-    if constexpr (kPowerOfTwo) {
+    if constexpr (kMapping == RowMapping::kModPowerOfTwo) {
       partition = static_cast<u32>(id + rotation) & mask;
       row = static_cast<u32>(id >> core_bits);
     } else {
-      row = static_cast<u32>((static_cast<u64>(static_cast<u32>(id)) * reciprocal) >>
-                             reciprocal_shift);
-      partition = static_cast<u32>(id) - row * num_cores + static_cast<u32>(rotation);
+      const u32 quotient = static_cast<u32>((static_cast<u64>(static_cast<u32>(id)) * reciprocal) >>
+                                            reciprocal_shift);
+      const u32 remainder = static_cast<u32>(id) - quotient * divisor;
+      constexpr bool kBlocks = kMapping == RowMapping::kBlocks;
+      row = kBlocks ? remainder : quotient;
+      partition = (kBlocks ? quotient : remainder) + static_cast<u32>(rotation);
       partition = partition >= num_cores ? partition - num_cores : partition;
     }
     // In 64 bits: row_bits may be 32.
@@ -56,10 +60,21 @@ inline void CountBuckets(const u32* keys, std::int64_t n, const SortPlan& plan, 
 }
 
 template <class Id>
+inline bool FillKeysBy(const Id* ids, std::int64_t n, const KeyMap& map, u32* keys) {
+  switch (map.mapping) {
+    case RowMapping::kModPowerOfTwo:
+      return FillKeys<Id, RowMapping::kModPowerOfTwo>(ids, n, map, keys);
+    case RowMapping::kMod:
+      return FillKeys<Id, RowMapping::kMod>(ids, n, map, keys);
+    default:
+      return FillKeys<Id, RowMapping::kBlocks>(ids, n, map, keys);
+  }
+}
+
+template <class Id>
 bool MakeKeys(const Id* ids, std::int64_t n, const KeyMap& map, const SortPlan& plan, u32* keys,
               u32* histogram) {
-  const bool outside = map.is_power_of_two ? FillKeys<Id, true>(ids, n, map, keys)
-                                           : FillKeys<Id, false>(ids, n, map, keys);
+  const bool outside = FillKeysBy(ids, n, map, keys);
   CountBuckets(keys, n, plan, histogram);
   return outside;
 }

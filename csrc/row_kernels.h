@@ -28,13 +28,15 @@ struct LookupItem {
   const std::int32_t* run_begins;
   const std::int32_t* run_ends;
   std::int64_t num_entries;  // over all runs
-  // Local row l of partition p starts at table + ((l - row_offset) * P + (p - rotation) mod P) *
-  // dim.
+  // Local row l of partition p is row (l - row_offset) * row_step + ((p - rotation) mod P) *
+  // partition_step of the table.
   const float* table;
   std::int64_t dim;
   std::int64_t num_cores;
   std::int64_t rotation;
   std::int64_t row_offset;
+  std::int64_t row_step;
+  std::int64_t partition_step;
   // Columns [column, column + num_columns); num_columns is 16, 32, 64, 128 or less than 16.
   std::int64_t column;
   std::int64_t num_columns;

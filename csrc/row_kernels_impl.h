@@ -73,16 +73,16 @@ struct Columns {
 // Float offset, from the item's table, of a partition's local row 0 in its columns (it may lie
 // before the table: only rows from row_offset on exist).
 inline std::int64_t PartitionBase(const LookupItem& item, std::int64_t partition) {
-  std::int64_t first_id = partition - item.rotation;
-  if (first_id < 0) first_id += item.num_cores;
-  return (first_id - item.row_offset * item.num_cores) * item.dim + item.column;
+  std::int64_t place = partition - item.rotation;
+  if (place < 0) place += item.num_cores;
+  return (place * item.partition_step - item.row_offset * item.row_step) * item.dim + item.column;
 }
 
 // Walks the entries of all runs some distance ahead of their use and prefetches their rows.
 template <int kVectors>
 class RowPrefetcher {
  public:
-  explicit RowPrefetcher(const LookupItem& item) : item_(item) {
+  explicit RowPrefetcher(const LookupItem& item) : item_(item), stride_(item.row_step * item.dim) {
     NextRun(0);
     constexpr int kAhead = kVectors >= 8 ? 12 : kVectors >= 4 ? 24 : 48;
     for (int i = 0; i < kAhead; ++i) Step();
@@ -90,7 +90,7 @@ class RowPrefetcher {
 
   void Step() {
     if (entry_ == end_) return;
-    const float* row = base_ + item_.ids[entry_] * item_.num_cores * item_.dim;
+    const float* row = base_ + item_.ids[entry_] * stride_;
     if constexpr (kVectors == 1) {  // one line: fetching it again costs less than a wrong branch
       __builtin_prefetch(row);
     } else {
@@ -112,6 +112,7 @@ class RowPrefetcher {
   }
 
   const LookupItem& item_;
+  const std::int64_t stride_;
   std::int64_t partition_ = 0;
   std::int64_t entry_ = 0;
   std::int64_t end_ = 0;
@@ -142,13 +143,14 @@ template <int kVectors, class Visit>
 void ForEachEntry(const LookupItem& item, const Visit& visit) {
   constexpr int kCount = kVectors ? kVectors : 1;
   const Columns<kVectors> columns(item.num_columns);
+  const std::int64_t stride = item.row_step * item.dim;
   RowPrefetcher<kVectors> prefetcher(item);
   for (std::int64_t p = 0; p < item.num_cores; ++p) {
     const std::int64_t end = item.run_ends[p];
     const float* base = item.table + PartitionBase(item, p);
     for (std::int64_t i = item.run_begins[p]; i < end;) {
       const std::int32_t id = item.ids[i];
-      const float* row = base + id * item.num_cores * item.dim;
+      const float* row = base + id * stride;
       Vec values[kCount];
       for (int k = 0; k < kCount; ++k) values[k] = columns.Load(row, k);
       do {

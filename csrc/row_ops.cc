@@ -163,7 +163,17 @@ std::int64_t FindDistinct(std::uint32_t* rows, std::int64_t size, std::uint32_t*
 
 // Rows of a table on every core, with padding.
 std::int64_t RowsPerCore(const TableGeometry& table, std::int64_t num_cores) {
-  return RoundUp(CeilDiv(table.num_embeddings, num_cores), 8);
+  return RoundUp(table.block_rows > 0 ? table.block_rows : CeilDiv(table.num_embeddings, num_cores),
+                 8);
+}
+
+// From one row of a partition to its next, and from the first row of a partition to that of the
+// next, in rows of the table.
+std::int64_t RowStep(const TableGeometry& table, std::int64_t num_cores) {
+  return table.block_rows > 0 ? 1 : num_cores;
+}
+std::int64_t PartitionStep(const TableGeometry& table) {
+  return table.block_rows > 0 ? table.block_rows : 1;
 }
 
 }  // namespace
@@ -171,7 +181,7 @@ std::int64_t RowsPerCore(const TableGeometry& table, std::int64_t num_cores) {
 // ---- geometry ----
 
 std::string Geometry::Decode(std::span<const std::int64_t> ints) {
-  constexpr std::size_t kHeaderInts = 5, kTableInts = 7, kFeatureInts = 5;
+  constexpr std::size_t kHeaderInts = 5, kTableInts = 8, kFeatureInts = 5;
   if (ints.size() < kHeaderInts) return Concat("geometry has ", ints.size(), " ints, wanted >= 5");
   num_cores = ints[0];
   num_local_cores = ints[1];
@@ -179,7 +189,7 @@ std::string Geometry::Decode(std::span<const std::int64_t> ints) {
   const std::int64_t num_tables = ints[3], num_features = ints[4];
   const auto limit = static_cast<std::int64_t>(ints.size());
   if (num_cores < 1 || num_cores > kMaxInt32 || num_local_cores < 1 ||
-      num_local_cores > num_cores || num_stacks < 0 || num_stacks > limit || num_tables < 0 ||
+      num_local_cores > kMaxInt32 || num_stacks < 0 || num_stacks > limit || num_tables < 0 ||
       num_tables > limit || num_features < 0 || num_features > limit ||
       static_cast<std::int64_t>(kHeaderInts) + num_tables * std::int64_t{kTableInts} +
               num_features * std::int64_t{kFeatureInts} !=
@@ -191,7 +201,7 @@ std::string Geometry::Decode(std::span<const std::int64_t> ints) {
   features.clear();
   const std::int64_t* at = ints.data() + kHeaderInts;
   for (std::int64_t t = 0; t < num_tables; ++t, at += kTableInts)
-    tables.push_back({at[0], at[1], at[2], at[3], at[4], at[5], at[6]});
+    tables.push_back({at[0], at[1], at[2], at[3], at[4], at[5], at[6], at[7]});
   for (std::int64_t f = 0; f < num_features; ++f, at += kFeatureInts)
     features.push_back({at[0], at[1], at[2], at[3], at[4]});
 
@@ -213,7 +223,8 @@ std::string Geometry::Decode(std::span<const std::int64_t> ints) {
     if (table.stack < stack || table.stack >= num_stacks || table.num_embeddings < 1 ||
         table.num_embeddings > (std::int64_t{1} << 56) || table.dim < 1 || table.dim > kMaxInt32 ||
         table.row_offset < next_row || table.row_offset > kMaxInt32 || table.rotation < 0 ||
-        table.rotation >= num_cores)
+        table.rotation >= num_cores || table.block_rows < 0 || table.block_rows > kMaxInt32 ||
+        (table.block_rows > 0 && (table.num_embeddings - 1) / table.block_rows >= num_cores))
       return Concat("geometry: table ", t, " has an impossible shape or place");
     stack = table.stack;
     next_row = table.row_offset + RowsPerCore(table, num_cores);
@@ -326,8 +337,8 @@ struct RowOps::Scratch {
   }
   std::int64_t PlaneSize() const { return geometry->num_cores * geometry->num_local_cores; }
   std::int64_t FirstId(const TableGeometry& table, std::int64_t partition) const {
-    const std::int64_t id = partition - table.rotation;
-    return id < 0 ? id + geometry->num_cores : id;
+    const std::int64_t place = partition - table.rotation;
+    return (place < 0 ? place + geometry->num_cores : place) * PartitionStep(table);
   }
 
   std::string Index(const Geometry& g, std::span<const PackedStack> buffers, std::size_t num_floats,
@@ -445,7 +456,9 @@ std::string RowOps::Scratch::IndexCore(std::int64_t stack, std::int64_t first_ta
       cut[0] = static_cast<std::int32_t>(first);
       cut[PlaneSize()] = static_cast<std::int32_t>(last);
       if (first == last) continue;
-      const std::int64_t rows = CeilDiv(table.num_embeddings - FirstId(table, p), g.num_cores);
+      const std::int64_t behind = table.num_embeddings - FirstId(table, p);
+      const std::int64_t rows =
+          table.block_rows > 0 ? std::min(behind, table.block_rows) : CeilDiv(behind, g.num_cores);
       if (ids[last - 1] - table.row_offset >= rows)
         return Concat(where(p), "row ", ids[last - 1], " is not in table ", t, ", whose rows are ",
                       table.row_offset, "..", table.row_offset + rows - 1);
@@ -651,6 +664,8 @@ std::string RowOps::Lookup(const Geometry& geometry, std::span<const PackedStack
     item.num_cores = geometry.num_cores;
     item.rotation = table.rotation;
     item.row_offset = table.row_offset;
+    item.row_step = RowStep(table, geometry.num_cores);
+    item.partition_step = PartitionStep(table);
     item.column = task.column;
     item.num_columns = task.num_columns;
     item.ranges = scratch.Ranges(table, task.core);
@@ -745,8 +760,8 @@ std::string RowOps::Update(const Geometry& geometry, std::span<const PackedStack
     for (std::size_t s = 0; s < state.scalar_slots.size(); ++s)
       item.scalar_slots[s] = state.scalar_slots[s] + first_id;
     item.dim = table.dim;
-    item.row_stride = geometry.num_cores * table.dim;
-    item.scalar_stride = geometry.num_cores;
+    item.scalar_stride = RowStep(table, geometry.num_cores);
+    item.row_stride = item.scalar_stride * table.dim;
     item.operands = operands.data() + task.table * rule_kernel->num_operands;
     item.sum = thread.sum.get();
     rule_kernel->update(item);

@@ -178,7 +178,7 @@ class _Collection(FusedOptimizerModule, nn.Module):
             num_devices=num_devices,
             cores_per_device=cores_per_device,
             stacks=stacks,
-            **({} if batch_size is None else {"batch_size": batch_size}),
+            batch_size=batch_size,
         )
         self._table_order = [t.table.name for t in self._layout.stack_order_tables]
         self._is_weighted = is_weighted

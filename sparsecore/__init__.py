@@ -17,6 +17,7 @@ from torchrec_tpu.sparsecore.capacity import (
 from torchrec_tpu.sparsecore.chips import CHIPS, Chip
 from torchrec_tpu.sparsecore.geometry import FeatureGeometry, Geometry, TableGeometry
 from torchrec_tpu.sparsecore.layout import (
+    Block,
     Combiner,
     Layout,
     Stack,
@@ -31,6 +32,7 @@ if TYPE_CHECKING:
 
 __all__ = [
     "CHIPS",
+    "Block",
     "Capacity",
     "Chip",
     "Combiner",

@@ -55,7 +55,8 @@ class Partitioner:
     """Sorts, merges and packs KJT batches for one layout; keeps its scratch between them.
 
     Args:
-        tables: (T, 6) stack, num_embeddings, row_offset, rotation, first_feature, num_features.
+        tables: (T, 7) stack, num_embeddings, row_offset, rotation, first_feature, num_features,
+            block_rows.
         combiners: (F) 0 sum, 1 mean, 2 sqrtn, 3 none (sequence).
         num_stacks, num_cores, num_local_cores: see sparsecore/layout.py.
         pool: shared with whoever likes.

@@ -68,12 +68,12 @@ class Maxima:
         )
 
 
-StackKey = tuple[tuple[str, int], ...]
-"""Sorted (table, rotation): what decides how many ids of a stack meet in a partition."""
+StackKey = tuple[tuple[str, int, int], ...]
+"""Sorted (table, rotation, block_rows): decides how many ids of a stack meet in a partition."""
 
 
 def _key_of(stack: Stack) -> StackKey:
-    return tuple(sorted((stacked.table.name, stacked.rotation) for stacked in stack.tables))
+    return tuple(sorted((t.table.name, t.rotation, t.block_rows) for t in stack.tables))
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -120,7 +120,7 @@ class Observation:
     ) -> dict[str, Capacity]:
         """Limits by stack name for `layout`.
 
-        A stack of the same tables (and rotations) gets its own maxima, any other the sum of its
+        A stack of the same tables (rotations, blocks) gets its own maxima, any other the sum of its
         tables' maxima, which no observed batch can exceed.
 
         Args:
@@ -164,7 +164,7 @@ class Observation:
         held = sum(
             maxima.slots
             for key, maxima in self.stacks.items()
-            if any(name in names for name, _ in key)
+            if any(name in names for name, *_ in key)
         )
         return Maxima(
             max_ids=max_ids,
@@ -186,7 +186,13 @@ class Observation:
             "num_cores": self.num_cores,
             "num_batches": self.num_batches,
             "stacks": [
-                {"tables": [{"name": n, "rotation": r} for n, r in key], **asdict(maxima)}
+                {
+                    "tables": [
+                        {"name": name, "rotation": rotation, "block_rows": block_rows}
+                        for name, rotation, block_rows in key
+                    ],
+                    **asdict(maxima),
+                }
                 for key, maxima in self.stacks.items()
             ],
             "tables": {
@@ -224,7 +230,8 @@ class Observation:
                 num_batches=int(document["num_batches"]),
                 stacks={
                     tuple(
-                        (table["name"], int(table["rotation"])) for table in stack["tables"]
+                        (table["name"], int(table["rotation"]), int(table.get("block_rows", 0)))
+                        for table in stack["tables"]
                     ): Maxima(
                         max_ids=int(stack["max_ids"]),
                         max_unique_ids=int(stack["max_unique_ids"]),

@@ -23,6 +23,11 @@ class TableGeometry(NamedTuple):
     rotation: int
     first_feature: int
     num_features: int
+    block_rows: int = 0  # rows of a core's contiguous block; 0: every num_cores-th row
+
+    def rows_per_core(self, num_cores: int) -> int:
+        """Rows that each core keeps, a multiple of 8; those behind the table's are padding."""
+        return -(-(self.block_rows or -(-self.num_embeddings // num_cores)) // 8) * 8
 
 
 class FeatureGeometry(NamedTuple):
@@ -56,7 +61,7 @@ class Geometry:
     ...     tables=(TableGeometry(0, 100, 8, 0, 0, 0, 1),),
     ...     features=(FeatureGeometry(0, 2, 7, 0, 8),))
     >>> geometry.encode()
-    [4, 4, 1, 1, 1, 0, 100, 8, 0, 0, 0, 1, 0, 2, 7, 0, 8]
+    [4, 4, 1, 1, 1, 0, 100, 8, 0, 0, 0, 1, 0, 0, 2, 7, 0, 8]
     >>> Geometry.decode(geometry.encode()) == geometry
     True
     """
@@ -82,7 +87,7 @@ class Geometry:
         return replace(self, tables=tuple(chosen), features=tuple(features))
 
     def encode(self) -> list[int]:
-        """5 header ints (cores, local cores, stacks, tables, features), 7 a table, 5 a feature.
+        """5 header ints (cores, local cores, stacks, tables, features), 8 a table, 5 a feature.
 
         Then 2 a stack, when there are limits.
         """

@@ -105,14 +105,39 @@ class Table:
         return round_up(self.num_embeddings, 8 * num_cores) // num_cores
 
 
+@dataclass(frozen=True, slots=True)
+class Block:
+    """Contiguous rows of a table: the first `rows` on `first_core`, as many on each core behind it.
+
+    After the last core comes core 0. With all of its rows in one block a table is on one core.
+    """
+
+    rows: int
+    first_core: int = 0
+
+    def __post_init__(self) -> None:
+        for field in ("rows", "first_core"):
+            try:
+                object.__setattr__(self, field, operator.index(getattr(self, field)))
+            except TypeError:
+                raise LayoutError(
+                    f"Block: {field}={getattr(self, field)!r} must be an integer"
+                ) from None
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class StackedTable:
-    """One table's place in its stack, the same on every core."""
+    """One table's place in its stack, the same on every core.
+
+    Core p holds every num_cores-th row, from row (p - rotation) mod num_cores on; or, with
+    `block_rows`, the block of that many rows with that number.
+    """
 
     table: Table
     row_offset: int  # rows of the stack before this table
     rotation: int  # cores that id 0 is moved along, so that small hot tables do not meet on core 0
     rows_per_core: int  # multiple of 8
+    block_rows: int = 0  # 0: every num_cores-th row
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -144,7 +169,7 @@ class Layout:
 
     A device has `cores_per_device` SparseCores; this process feeds `num_local_devices` devices from
     `first_local_device` on. Each core is both a source (it looks up its part of the batch) and a
-    partition (it owns every num_cores-th row of each table).
+    partition (it owns every num_cores-th row of each table, or one block of its rows).
     """
 
     tables: tuple[Table, ...]  # config order
@@ -197,7 +222,10 @@ class Layout:
                 for t in self.tables
             ],
             "stacks": [
-                [[t.table.name, t.row_offset, t.rotation, t.rows_per_core] for t in stack.tables]
+                [
+                    [t.table.name, t.row_offset, t.rotation, t.rows_per_core, t.block_rows]
+                    for t in stack.tables
+                ]
                 for stack in self.stacks
             ],
             "cores": [self.num_devices, self.cores_per_device, self.num_local_devices],
@@ -229,8 +257,11 @@ class Layout:
             raise IndexError(
                 f"table {table!r} has ids 0..{stacked.table.num_embeddings - 1}, not {row_id}"
             )
-        num_cores = self.num_cores
-        return (row_id + stacked.rotation) % num_cores, row_id // num_cores + stacked.row_offset
+        if stacked.block_rows:
+            place, row = divmod(row_id, stacked.block_rows)
+        else:
+            row, place = divmod(row_id, self.num_cores)
+        return (place + stacked.rotation) % self.num_cores, row + stacked.row_offset
 
     def pack_table(self, table: str, logical: npt.NDArray[Any]) -> npt.NDArray[Any]:
         """The rows that each core keeps of one table; padding is zero.
@@ -254,13 +285,17 @@ class Layout:
                 f"{(spec.num_embeddings, spec.embedding_dim)} or {(spec.num_embeddings,)}"
             )
         num_cores, rows = self.num_cores, stacked.rows_per_core
-        row_shape = (self._dim_of(table),) if logical.ndim == 2 else ()
+        row_shape = (self._dims[table],) if logical.ndim == 2 else ()
+        columns = (slice(spec.embedding_dim),) if logical.ndim == 2 else ()
+        if n := stacked.block_rows:
+            blocks = np.zeros((num_cores, rows, *row_shape), logical.dtype)
+            for place, first in enumerate(range(0, spec.num_embeddings, n)):
+                some = logical[first : first + n]
+                blocks[(place, slice(len(some)), *columns)] = some
+            return np.roll(blocks, stacked.rotation, axis=0)
         padded = np.zeros((rows, num_cores, *row_shape), logical.dtype)
         lines = padded.reshape(rows * num_cores, *row_shape)
-        if logical.ndim == 2:
-            lines[: spec.num_embeddings, : spec.embedding_dim] = logical
-        else:
-            lines[: spec.num_embeddings] = logical
+        lines[(slice(spec.num_embeddings), *columns)] = logical
         return np.roll(padded.swapaxes(0, 1), stacked.rotation, axis=0)
 
     def unpack_table(self, table: str, block: npt.NDArray[Any]) -> npt.NDArray[Any]:
@@ -271,12 +306,13 @@ class Layout:
         """
         stacked = self.stacked_table(table)
         spec = stacked.table
-        shape = (self.num_cores, stacked.rows_per_core, self._dim_of(table))
+        shape = (self.num_cores, stacked.rows_per_core, self._dims[table])
         if block.shape not in (shape, shape[:2]):
             raise LayoutError(
                 f"table {table!r}: block has shape {block.shape}, expected {shape} or {shape[:2]}"
             )
-        lines = np.roll(block, -stacked.rotation, axis=0).swapaxes(0, 1)
+        lines = np.roll(block, -stacked.rotation, axis=0)
+        lines = lines[:, : stacked.block_rows] if stacked.block_rows else lines.swapaxes(0, 1)
         logical = lines.reshape(-1, *block.shape[2:])[: spec.num_embeddings]
         return np.ascontiguousarray(
             logical[:, : spec.embedding_dim] if block.ndim == 3 else logical
@@ -348,6 +384,7 @@ class Layout:
                         stacked.rotation,
                         first_feature,
                         len(stacked.table.features),
+                        stacked.block_rows,
                     )
                 )
                 first_feature += len(stacked.table.features)
@@ -359,12 +396,10 @@ class Layout:
             features=tuple(features),
         )
 
-    def _dim_of(self, table: str) -> int:
-        return next(
-            stack.dim
-            for stack in self.stacks
-            if any(stacked.table.name == table for stacked in stack.tables)
-        )
+    @cached_property
+    def _dims(self) -> Mapping[str, int]:
+        """Row width on a core, by table."""
+        return {stacked.table.name: stack.dim for stack in self.stacks for stacked in stack.tables}
 
     def __repr__(self) -> str:
         last = self.first_local_device + self.num_local_devices - 1
@@ -378,8 +413,9 @@ class Layout:
             )
             lines += [
                 f"    {t.table.name}: ({t.table.num_embeddings:,}, {t.table.embedding_dim}) "
-                f"{t.table.combiner}, rows from {t.row_offset:,}, rotation {t.rotation}, features "
-                f"{', '.join(t.table.features)}"
+                f"{t.table.combiner}, rows from {t.row_offset:,}, rotation {t.rotation}, "
+                + (f"blocks of {t.block_rows:,} rows, " if t.block_rows else "")
+                + f"features {', '.join(t.table.features)}"
                 for t in stack.tables
             ]
         return "\n".join(lines)

@@ -478,7 +478,7 @@ def _aligned(num_words: int) -> Int32Array:
 
 
 def _native_tables(layout: Layout) -> npt.NDArray[np.int64]:
-    """(T, 6) stack, num_embeddings, row_offset, rotation, first_feature, num_features."""
+    """(T, 7), the columns that `_native.Partitioner` takes."""
     rows = []
     first_feature = 0
     for index, stack in enumerate(layout.stacks):
@@ -492,6 +492,7 @@ def _native_tables(layout: Layout) -> npt.NDArray[np.int64]:
                     place.rotation,
                     first_feature,
                     num_features,
+                    place.block_rows,
                 )
             )
             first_feature += num_features

@@ -3,17 +3,19 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Literal
 
 from torchrec_tpu.sparsecore.errors import LayoutError
 from torchrec_tpu.sparsecore.layout import (
     MAX_ROWS_PER_CORE,
+    Block,
     Layout,
     Stack,
     StackedFeature,
     StackedTable,
     Table,
+    round_up,
 )
 
 
@@ -27,7 +29,8 @@ def make_layout(
     stacks: Literal["auto", "none"] | Sequence[Sequence[str]] = "auto",
     rotation: int | None = None,
     activation_limit_bytes: int = 2 << 20,
-    batch_size: int = 4096,
+    batch_size: int | None = None,
+    blocks: Mapping[str, Block] | None = None,
 ) -> Layout:
     """Tables, laid out over the SparseCores of all devices.
 
@@ -41,11 +44,14 @@ def make_layout(
             that no list names stay alone.
         rotation: cores by which each further table of a stack is moved; cores_per_device when None.
         activation_limit_bytes: bound of one stack's activations on one core, for "auto".
-        batch_size: samples of one process, for "auto".
+        batch_size: samples of one process, for "auto"; 4096 when None.
+        blocks: by table name, for tables whose cores hold contiguous rows; all others are dealt out
+            row by row. Several processes that look up one table on CPUs want blocks.
 
     Raises:
         LayoutError: names that are not unique, stacks that mix groups or sequences with bags,
-            device counts that contradict each other, more rows than int32 can index.
+            device counts that contradict each other, more rows than int32 can index, blocks that
+            do not hold their table.
 
     >>> a = Table(name="a", num_embeddings=10, embedding_dim=8, combiner="sum", features=("f",))
     >>> b = Table(name="b", num_embeddings=99, embedding_dim=5, combiner="mean", features=("g",))
@@ -71,11 +77,13 @@ def make_layout(
         raise LayoutError(f"table names must be unique, repeated: {repeated}")
 
     num_cores = num_devices * cores_per_device
+    blocks = dict(blocks or {})
+    _check_blocks(tables, blocks, num_cores)
     num_local_cores = num_local_devices * cores_per_device
     if stacks == "auto":
         groups = auto_stacks(
             tables,
-            samples_per_core=-(-batch_size // num_local_cores),
+            samples_per_core=-(-(4096 if batch_size is None else batch_size) // num_local_cores),
             limit_bytes=activation_limit_bytes,
         )
     elif stacks == "none":
@@ -98,12 +106,16 @@ def make_layout(
         stacked: list[StackedTable] = []
         rows = 0
         for position, table in enumerate(group):
+            block = blocks.get(table.name)
             stacked.append(
                 StackedTable(
                     table=table,
                     row_offset=rows,
-                    rotation=position * step % num_cores,
-                    rows_per_core=table.rows_per_core(num_cores),
+                    rotation=block.first_core if block else position * step % num_cores,
+                    rows_per_core=round_up(block.rows, 8)
+                    if block
+                    else table.rows_per_core(num_cores),
+                    block_rows=block.rows if block else 0,
                 )
             )
             rows += stacked[-1].rows_per_core
@@ -169,6 +181,25 @@ def auto_stacks(
         else:
             stacks.append([table])
     return [stack for stacks in kinds.values() for stack in stacks]
+
+
+def _check_blocks(tables: Sequence[Table], blocks: Mapping[str, Block], num_cores: int) -> None:
+    if unknown := blocks.keys() - {table.name for table in tables}:
+        raise LayoutError(
+            f"blocks name unknown tables {sorted(unknown)}; tables: {[t.name for t in tables]}"
+        )
+    for table in tables:
+        block = blocks.get(table.name)
+        if block and not (
+            block.rows > 0
+            and table.num_embeddings <= block.rows * num_cores
+            and 0 <= block.first_core < num_cores
+        ):
+            raise LayoutError(
+                f"table {table.name!r}: {block} does not hold {table.num_embeddings:,} rows on "
+                f"{num_cores} cores; blocks have at least "
+                f"{-(-table.num_embeddings // num_cores):,} rows and start on one of the cores"
+            )
 
 
 def _named_stacks(tables: Sequence[Table], stacks: Sequence[Sequence[str]]) -> list[list[Table]]:

@@ -246,8 +246,8 @@ std::unique_ptr<PyPartitioner> MakePartitioner(const py::array& tables, const py
                                                std::int32_t num_local_cores, ThreadPool& pool,
                                                const std::optional<py::array>& sequences) {
   if (!HasType<std::int64_t>(tables) || !(tables.flags() & py::array::c_style) ||
-      tables.ndim() != 2 || tables.shape(1) != 6) {
-    throw py::value_error("tables must be a contiguous int64 array of shape (T, 6), got " +
+      tables.ndim() != 2 || tables.shape(1) != 7) {
+    throw py::value_error("tables must be a contiguous int64 array of shape (T, 7), got " +
                           Describe(tables));
   }
   const std::int32_t* combiner = Typed<std::int32_t>("combiners", combiners, -1);
@@ -258,7 +258,7 @@ std::unique_ptr<PyPartitioner> MakePartitioner(const py::array& tables, const py
                 .num_cores = num_cores,
                 .num_local_cores = num_local_cores};
   const auto* row = static_cast<const std::int64_t*>(tables.data());
-  for (py::ssize_t t = 0; t < tables.shape(0); ++t, row += 6) {
+  for (py::ssize_t t = 0; t < tables.shape(0); ++t, row += 7) {
     for (const std::int64_t small : {row[0], row[4], row[5]}) {
       if (small < 0 || small > kInt32Max) {
         throw py::value_error("table " + std::to_string(t) + ": " + std::to_string(small) +
@@ -270,7 +270,8 @@ std::unique_ptr<PyPartitioner> MakePartitioner(const py::array& tables, const py
                              .row_offset = row[2],
                              .rotation = row[3],
                              .first_feature = static_cast<std::int32_t>(row[4]),
-                             .num_features = static_cast<std::int32_t>(row[5])});
+                             .num_features = static_cast<std::int32_t>(row[5]),
+                             .block_rows = row[6]});
   }
   for (py::ssize_t f = 0; f < combiners.size(); ++f) {
     layout.combiners.push_back(static_cast<Combiner>(combiner[f]));

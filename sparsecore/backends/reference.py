@@ -191,11 +191,15 @@ def _entries(
     """Those of a stack's ids that belong to table t, as logical rows and output positions."""
     table, num_cores = geometry.tables[t], geometry.num_cores
     local_E = stack.embedding_ids[slots_E].astype(np.int64) - table.row_offset
-    mine = (local_E >= 0) & (local_E < round_up(table.num_embeddings, 8 * num_cores) // num_cores)
+    mine = (local_E >= 0) & (local_E < table.rows_per_core(num_cores))
     local_E, slots_E, cores_E, partitions_E = (
         array[mine] for array in (local_E, slots_E, cores_E, partitions_E)
     )
-    rows_E = local_E * num_cores + (partitions_E - table.rotation) % num_cores
+    places_E = (partitions_E - table.rotation) % num_cores
+    if n := table.block_rows:
+        rows_E = np.where(local_E < n, places_E * n + local_E, table.num_embeddings)
+    else:
+        rows_E = local_E * num_cores + places_E
     if (rows_E >= table.num_embeddings).any():
         raise ValueError(
             f"stack {table.stack}: id {rows_E.max()} is not in table {t}, whose ids are "

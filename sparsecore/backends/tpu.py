@@ -28,7 +28,6 @@ from torch import Tensor
 
 from torchrec_tpu.sparsecore.batch import pointers_per_core
 from torchrec_tpu.sparsecore.geometry import FeatureGeometry, Geometry, StackLimits, TableGeometry
-from torchrec_tpu.sparsecore.layout import round_up
 from torchrec_tpu.sparsecore.optimizers import RULES
 from torchrec_tpu.sparsecore.rules import Rule
 
@@ -309,7 +308,7 @@ def stack_calls(
         geometry: with limits.
 
     Raises:
-        NotImplementedError: some tables of a stack are not in `geometry`.
+        NotImplementedError: some tables of a stack are not in `geometry`, or lie in blocks.
         ValueError: sizes, types or devices contradict each other.
     """
     cores = geometry.num_local_cores
@@ -335,11 +334,16 @@ def stack_calls(
             for feature in geometry.features[table.first_feature :][: table.num_features]
         )
         where = f"stack {index}"
+        if geometry.num_cores > 1 and any(table.block_rows for table in members):
+            raise NotImplementedError(
+                f"{where}: its tables lie in blocks of rows, which only the CPU looks up; on TPUs "
+                "a core holds every num_cores-th row: make the layout without blocks"
+            )
         row = 0
         for table in members:
             if table.row_offset != row:
                 break
-            row += round_up(table.num_embeddings, 8 * geometry.num_cores) // geometry.num_cores
+            row += table.rows_per_core(geometry.num_cores)
         if weights.dim() != 2 or weights.shape[0] % cores:
             raise ValueError(
                 f"{where}: table has shape {tuple(weights.shape)}, expected (rows on {cores} "

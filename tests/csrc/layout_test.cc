@@ -1,6 +1,7 @@
 // Layouts that contradict themselves are named; the key map is exact for any number of cores.
 #include "trtpu/layout.h"
 
+#include <algorithm>
 #include <cstdint>
 #include <string>
 
@@ -44,6 +45,10 @@ void TestCheckLayout() {
   CHECK(Complains([](Layout& l) { l.tables[0].num_embeddings = 0; }, "num_embeddings=0"));
   CHECK(Complains([](Layout& l) { l.tables[1].rotation = 4; }, "rotation=4"));
   CHECK(Complains([](Layout& l) { l.tables[1].rotation = -1; }, "rotation=-1"));
+  CHECK(Complains([](Layout& l) { l.tables[1].block_rows = 12; }, "block_rows=12 does not spread"));
+  CHECK(Complains([](Layout& l) { l.tables[1].block_rows = -1; }, "block_rows=-1"));
+  CHECK(Complains([](Layout& l) { l.tables[0].block_rows = 33; }, "overlaps"));
+  CHECK(Complains([](Layout& l) { l.tables[0].block_rows = INT64_MAX; }, "overlaps"));
   CHECK(Complains([](Layout& l) { l.tables[1].row_offset = 24; }, "overlaps"));
   CHECK(Complains([](Layout& l) { l.tables[0].row_offset = -1; }, "overlaps"));
   CHECK(Complains([](Layout& l) { l.tables[1].row_offset = 2147483647; }, "does not fit int32"));
@@ -55,6 +60,38 @@ void TestCheckLayout() {
   CHECK(Complains([](Layout& l) { l.combiners[0] = static_cast<Combiner>(4); }, "combiner 4"));
   CHECK(Complains([](Layout& l) { l.num_cores = 0; }, "must be positive"));
   CHECK(Complains([](Layout& l) { l.num_local_cores = 5; }, "no more local cores"));
+}
+
+void TestBlocks() {
+  Layout layout = Good();
+  layout.tables[0].block_rows = 32;  // up to the next table
+  layout.tables[1].block_rows = 13;
+  CHECK(CheckLayout(layout).empty());
+  const KeyMap four = MakeKeyMap(layout.tables[1], 4);
+  CHECK(four.mapping == RowMapping::kBlocks && four.is_narrow);
+  CHECK(four.core_bits == 2 && four.row_bits == 4 && four.idle_bits == 0);
+  layout.tables[1].block_rows = 1'000'000;  // one block, longer than the table
+  CHECK(CheckLayout(layout).empty());
+  const KeyMap one = MakeKeyMap(layout.tables[1], 4);
+  CHECK(one.divisor == 50 && one.row_bits == 6 && one.idle_bits == 2);
+  for (const std::int64_t block : {1ll, 2ll, 3ll, 7ll, 1000ll, 65'536ll, 40'000'000ll, 1ll << 30,
+                                   (1ll << 31) - 1, 1ll << 31}) {
+    const TableLayout table = {.stack = 0,
+                               .num_embeddings = std::int64_t{1} << 31,
+                               .row_offset = 0,
+                               .rotation = 0,
+                               .first_feature = 0,
+                               .num_features = 0,
+                               .block_rows = block};
+    const KeyMap map = MakeKeyMap(table, 2'000'000'000);
+    CHECK(map.reciprocal < (std::uint64_t{1} << 32));
+    const std::uint64_t step = static_cast<std::uint64_t>(block);
+    for (std::uint64_t id = 0; id < (1ull << 31); id += step * (1 + 10'007 / step)) {
+      for (const std::uint64_t near : {id - (id > 0), id, id + step - 1}) {
+        CHECK(near >= (1ull << 31) || near * map.reciprocal >> map.reciprocal_shift == near / step);
+      }
+    }
+  }
 }
 
 void TestReciprocal() {
@@ -84,4 +121,5 @@ void TestReciprocal() {
 int main() {
   trtpu::TestCheckLayout();
   trtpu::TestReciprocal();
+  trtpu::TestBlocks();
 }

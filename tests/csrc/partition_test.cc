@@ -10,6 +10,7 @@
 #include <map>
 #include <random>
 #include <span>
+#include <tuple>
 #include <utility>
 #include <vector>
 
@@ -70,7 +71,15 @@ Layout RandomLayout(Rng& rng, bool is_wide) {
     if (is_wide) table.num_embeddings = (std::int64_t{1} << 29) * layout.num_cores - 5;
     std::int64_t& row = next_row[static_cast<std::size_t>(table.stack)];
     table.row_offset = row + Pick(rng, 0, 3);
-    row = table.row_offset + (table.num_embeddings - 1) / layout.num_cores + 1;
+    const std::int64_t least = (table.num_embeddings - 1) / layout.num_cores + 1;
+    row = table.row_offset + least;
+    if (Pick(rng, 0, 1) == 0) {  // blocks: as short as can be, longer, or one for all
+      const std::int64_t longest =
+          std::max(least, std::min<std::int64_t>(is_wide ? least : table.num_embeddings + 9,
+                                                 INT32_MAX - 1 - table.row_offset));
+      table.block_rows = OneOf(rng, {least, Pick(rng, least, longest), longest});
+      row = table.row_offset + std::min(table.block_rows, table.num_embeddings);
+    }
     table.rotation = Pick(rng, 0, layout.num_cores - 1);
     table.first_feature = layout.num_features();
     table.num_features = static_cast<std::int32_t>(Pick(rng, 0, 3));
@@ -184,8 +193,10 @@ Expected Expect(const Layout& layout, const Batch& batch, IdPolicy policy) {
         for (std::size_t i = 0; i < ids.size(); ++i) {
           const float gain = divisor == 0 ? 0 : (is_weighted ? weights[i] : 1.0f) / divisor;
           const std::int64_t core = samples[i] / per_core;
-          const std::int64_t partition = (ids[i] + table.rotation) % P;
-          const std::int64_t row = ids[i] / P + table.row_offset;
+          const std::int64_t n = table.block_rows;
+          const std::int64_t place = n > 0 ? ids[i] / n : ids[i] % P;
+          const std::int64_t partition = (place + table.rotation) % P;
+          const std::int64_t row = (n > 0 ? ids[i] % n : ids[i] / P) + table.row_offset;
           auto& entries =
               expected.entries[static_cast<std::size_t>((table.stack * C + core) * P + partition)];
           const auto [at, is_new] = entries.insert({{row, offset + samples[i] % per_core}, gain});
@@ -325,17 +336,21 @@ void TestLargeItems(const PartitionKernels& kernels) {
   ThreadPool pool(1);
   Rng rng(5);
   for (const std::int64_t rows : {3ll, 2000ll, 70'000ll, 40'000'000ll}) {
-    for (const bool is_weighted : {false, true}) {
+    for (const auto& [is_weighted, num_cores, block_rows] : {std::tuple{false, 2, 0ll},
+                                                             {true, 2, 0ll},
+                                                             {false, 2, (rows + 1) / 2},
+                                                             {false, 64, rows}}) {
       Layout layout;
       layout.num_stacks = layout.num_local_cores = 1;
-      layout.num_cores = 2;
+      layout.num_cores = num_cores;
       layout.combiners = {Combiner::kMean};
       layout.tables = {{.stack = 0,
                         .num_embeddings = rows,
                         .row_offset = 0,
                         .rotation = 1,
                         .first_feature = 0,
-                        .num_features = 1}};
+                        .num_features = 1,
+                        .block_rows = block_rows}};
       Batch batch{};
       batch.num_keys = 1;
       batch.size = batch.padded = 3000;

@@ -35,35 +35,41 @@ struct Batch {
   std::vector<PackedStack> Stacks() const { return {{row_pointers, ids, samples, gains}}; }
 };
 
-// One stack of three tables (the second with two features) and a batch of `batch_size` samples.
-Batch MakeBatch(std::int64_t num_cores, std::int64_t batch_size, std::int64_t dim, unsigned seed) {
+// One stack of three tables (the second with two features, the second and third in blocks of rows)
+// and a batch of `batch_size` samples on `num_local` cores.
+Batch MakeBatch(std::int64_t num_cores, std::int64_t num_local, std::int64_t batch_size,
+                std::int64_t dim, unsigned seed) {
   std::mt19937 random(seed);
   const auto below = [&](std::int64_t n) {
     return std::uniform_int_distribution<std::int64_t>(0, n - 1)(random);
   };
   const std::vector<std::int64_t> rows = {3, 500, 70};
   const std::vector<std::int64_t> num_features = {1, 2, 1};
-  const std::int64_t per_core = (batch_size + num_cores - 1) / num_cores;
-  std::vector<std::int64_t> ints = {num_cores, num_cores, 1, 3, 4};
+  const std::int64_t per_core = (batch_size + num_local - 1) / num_local;
+  std::vector<std::int64_t> ints = {num_cores, num_local, 1, 3, 4};
   std::int64_t row_offset = 0, feature = 0;
   // [core][partition] (row, sample) -> gain
-  std::vector<std::map<std::tuple<std::int64_t, std::int64_t>, float>> entries(num_cores *
+  std::vector<std::map<std::tuple<std::int64_t, std::int64_t>, float>> entries(num_local *
                                                                                num_cores);
   for (std::size_t t = 0; t < rows.size(); ++t) {
     const std::int64_t rotation = static_cast<std::int64_t>(t) % num_cores;
-    ints.insert(ints.end(), {0, rows[t], dim, row_offset, rotation, feature, num_features[t]});
+    // None; the shortest that hold the table; one for all rows.
+    const std::int64_t n = t == 0 ? 0 : t == 1 ? (rows[t] + num_cores - 1) / num_cores : rows[t];
+    ints.insert(ints.end(), {0, rows[t], dim, row_offset, rotation, feature, num_features[t], n});
     for (std::int64_t f = 0; f < num_features[t]; ++f, ++feature) {
       for (std::int64_t s = 0; s < batch_size; ++s) {
-        for (std::int64_t n = below(4); n > 0; --n) {
+        for (std::int64_t count = below(4); count > 0; --count) {
           const std::int64_t id = below(rows[t]) * below(4) / 3;
-          const std::int64_t partition = (id + rotation) % num_cores;
+          const std::int64_t place = n > 0 ? id / n : id % num_cores;
+          const std::int64_t row = n > 0 ? id % n : id / num_cores;
+          const std::int64_t partition = (place + rotation) % num_cores;
           entries[s / per_core * num_cores + partition]
-                 [{id / num_cores + row_offset, feature * per_core + s % per_core}] +=
+                 [{row + row_offset, feature * per_core + s % per_core}] +=
               0.25f * static_cast<float>(1 + below(8));
         }
       }
     }
-    row_offset += (rows[t] + 8 * num_cores - 1) / (8 * num_cores) * 8;
+    row_offset += ((n > 0 ? n : (rows[t] + num_cores - 1) / num_cores) + 7) / 8 * 8;
   }
   for (std::int64_t f = 0; f < 4; ++f)
     ints.insert(ints.end(), {f * per_core, per_core, batch_size, f * dim, 4 * dim});
@@ -72,18 +78,18 @@ Batch MakeBatch(std::int64_t num_cores, std::int64_t batch_size, std::int64_t di
   CHECK(batch.geometry.Decode(ints).empty());
   batch.num_floats = batch_size * 4 * dim;
   std::int64_t slots = 0;
-  for (std::int64_t c = 0; c < num_cores; ++c) {
+  for (std::int64_t c = 0; c < num_local; ++c) {
     std::int64_t needed = 0;
     for (std::int64_t p = 0; p < num_cores; ++p)
       needed += (static_cast<std::int64_t>(entries[c * num_cores + p].size()) + 7) / 8 * 8;
     slots = std::max(slots, needed);
   }
   const std::int64_t pointers = std::max<std::int64_t>(num_cores, 8);
-  batch.row_pointers.assign(num_cores * pointers, 0);
-  batch.ids.assign(num_cores * slots, kPad);
-  batch.samples.assign(num_cores * slots, kPad);
-  batch.gains.assign(num_cores * slots, 0.0f);
-  for (std::int64_t c = 0; c < num_cores; ++c) {
+  batch.row_pointers.assign(num_local * pointers, 0);
+  batch.ids.assign(num_local * slots, kPad);
+  batch.samples.assign(num_local * slots, kPad);
+  batch.gains.assign(num_local * slots, 0.0f);
+  for (std::int64_t c = 0; c < num_local; ++c) {
     std::int64_t at = 0;
     for (std::int64_t p = 0; p < num_cores; ++p) {
       for (const auto& [place, gain] : entries[c * num_cores + p]) {
@@ -128,8 +134,10 @@ void ForEachEntry(const Batch& batch, const Visit& visit) {
       for (std::int64_t i = c * slots + begin; i < c * slots + end; ++i) {
         std::size_t t = g.tables.size() - 1;
         while (batch.ids[i] < g.tables[t].row_offset) --t;
-        const std::int64_t id = (batch.ids[i] - g.tables[t].row_offset) * g.num_cores +
-                                (p - g.tables[t].rotation + g.num_cores) % g.num_cores;
+        const std::int64_t row = batch.ids[i] - g.tables[t].row_offset;
+        const std::int64_t place = (p - g.tables[t].rotation + g.num_cores) % g.num_cores;
+        const std::int64_t n = g.tables[t].block_rows;
+        const std::int64_t id = n > 0 ? place * n + row : row * g.num_cores + place;
         for (const FeatureGeometry& feature : g.features) {
           const std::int64_t sample = batch.samples[i] - feature.sample_offset;
           if (sample < 0 || sample >= feature.samples_per_core) continue;
@@ -276,7 +284,7 @@ void CorruptGeometriesAreRefused(const Batch& batch) {
                                     static_cast<std::int64_t>(g.features.size())};
   for (const TableGeometry& t : g.tables)
     ints.insert(ints.end(), {t.stack, t.num_embeddings, t.dim, t.row_offset, t.rotation,
-                             t.first_feature, t.num_features});
+                             t.first_feature, t.num_features, t.block_rows});
   for (const FeatureGeometry& f : g.features)
     ints.insert(ints.end(),
                 {f.sample_offset, f.samples_per_core, f.num_samples, f.out_offset, f.out_stride});
@@ -296,9 +304,10 @@ void CorruptGeometriesAreRefused(const Batch& batch) {
 }  // namespace
 
 int main() {
-  for (const std::int64_t num_cores : {1, 2, 3, 8}) {
+  // More source cores than partitions: what one owner of rows gets from many.
+  for (const auto& [num_cores, num_local] : {std::pair{1, 1}, {2, 2}, {3, 2}, {8, 8}, {1, 5}}) {
     for (const std::int64_t dim : {1, 3, 16, 20, 64, 128, 200}) {
-      const Batch batch = MakeBatch(num_cores, 37, dim, static_cast<unsigned>(dim));
+      const Batch batch = MakeBatch(num_cores, num_local, 37, dim, static_cast<unsigned>(dim));
       ThreadPool pool(2);
       RowOps ops(pool);
       LookupAndSgdEqualPlainLoops(batch, ops);
@@ -308,7 +317,7 @@ int main() {
   ThreadPool pool(2);
   RowOps ops(pool);
   for (const std::int64_t num_cores : {2, 9}) {
-    const Batch batch = MakeBatch(num_cores, 37, 16, 3);
+    const Batch batch = MakeBatch(num_cores, num_cores, 37, 16, 3);
     CorruptBuffersAreHarmless(batch, ops);
     CorruptGeometriesAreRefused(batch);
   }

@@ -85,7 +85,8 @@ def gains_of(combiner, num_ids, weights):
         if combiner is Combiner.MEAN:
             total = np.float32(total + weight)
         else:  # the square in double, the sum in float
-            total = np.float32(np.float64(total) + np.float64(weight) ** 2)
+            with np.errstate(over="ignore"):
+                total = np.float32(np.float64(total) + np.float64(weight) ** 2)
     if combiner is Combiner.SQRTN:
         total = np.sqrt(total)
     if total == 0:

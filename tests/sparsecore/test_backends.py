@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 from oracle import Arrays, gains_of
 
-from torchrec_tpu.sparsecore import Combiner, Table, backends, make_layout
+from torchrec_tpu.sparsecore import Block, Combiner, Table, backends, make_layout
 from torchrec_tpu.sparsecore.backends import FOR_DEVICE
 from torchrec_tpu.sparsecore.optimizers import (
     OPTIMIZERS,
@@ -63,6 +63,14 @@ ARG_SPECS = {
     "sixteen cores": Spec(THREE_TABLES, {"num_devices": 4, "cores_per_device": 4}),
     "two devices of eight": Spec(
         THREE_TABLES, {"num_devices": 8, "num_local_devices": 2, "first_local_device": 3}
+    ),
+    "blocks of rows": Spec(
+        THREE_TABLES,
+        {
+            "num_devices": 3,
+            "stacks": [["t0", "t1", "t2"]],
+            "blocks": {"t0": Block(9, 4), "t1": Block(9, 2)},
+        },
     ),
     "sequences": Spec(((40, 20, NONE, ("a", "b")), (30, 20, SUM, ("a",)), (7, 4, NONE, ("c",)))),
     "odd dims": Spec(((60, 1, SUM, ("a",)), (60, 130, MEAN, ("b",)), (60, 33, SUM, ("c",)))),

@@ -11,6 +11,7 @@ from hypothesis import strategies as st
 from oracle import Arrays
 
 from torchrec_tpu.sparsecore import (
+    Block,
     Capacity,
     Combiner,
     Observation,
@@ -157,9 +158,12 @@ def test_the_same_tables_in_another_order_keep_their_own_maxima_when_rotations_a
     rotated = observation.suggest(
         layout_of([["users", "items"]], rotation=1), headroom=0, multiple=1
     )
-    assert rotated["users+items"].max_ids == (
-        observation.tables["users"].max_ids + observation.tables["items"].max_ids
-    )
+    both = observation.tables["users"].max_ids + observation.tables["items"].max_ids
+    assert rotated["users+items"].max_ids == both
+    # and so it is with rows in blocks
+    blocks = layout_of([["users", "items"]], rotation=0, blocks={"users": Block(125)})
+    in_blocks = observation.suggest(blocks, headroom=0, multiple=1)
+    assert in_blocks["users+items"].max_ids == both
 
 
 def test_headroom_and_rounding():
@@ -187,6 +191,12 @@ def test_store_keeps_everything_and_is_readable(tmp_path):
     assert [entry.name for entry in path.parent.iterdir()] == ["capacity.json"]
     document = json.loads(path.read_text())
     assert document["version"] == 1
+    for stack in document["stacks"]:  # as files were before tables had blocks
+        for table in stack["tables"]:
+            assert table.pop("block_rows") == 0
+    older = tmp_path / "older.json"
+    older.write_text(json.dumps(document))
+    assert Observation.load(older) == observation
     assert document["tables"]["users"] == {
         "max_ids": observation.tables["users"].max_ids,
         "max_unique_ids": observation.tables["users"].max_unique_ids,

@@ -14,7 +14,7 @@ from torchrec_tpu.sparsecore import _native
 from torchrec_tpu.sparsecore.backends.cpu import CpuBackend
 from torchrec_tpu.sparsecore.backends.reference import ReferenceBackend
 from torchrec_tpu.sparsecore.batch import StackBuffers
-from torchrec_tpu.sparsecore.layout import Combiner, Table
+from torchrec_tpu.sparsecore.layout import Block, Combiner, Table
 from torchrec_tpu.sparsecore.optimizers import RULES
 from torchrec_tpu.sparsecore.preprocess import Preprocessor
 from torchrec_tpu.sparsecore.stacking import make_layout
@@ -167,6 +167,82 @@ def test_any_number_of_cores_gives_the_bits_of_the_reference(num_devices, cores_
         stacks=stacks,
     )
     check(case, "adam")
+
+
+@pytest.mark.parametrize("stacks", ["auto", "none"])
+def test_blocks_of_rows_give_the_bits_of_the_reference_and_of_rows_dealt_out(stacks):
+    tables = [table("a", 500, 16), table("b", 3, 16), table("c", 90, 16), table("d", 41, 16)]
+    blocks = {"a": Block(125, 3), "b": Block(1), "c": Block(90, 1)}
+    case = make_case(tables, num_devices=2, stacks=stacks, blocks=blocks)
+    assert [t.block_rows for t in case.geometry.tables] == [125, 1, 90, 0]
+    check(case, "rowwise_adagrad")
+    # the same rows in another order within a bag: equal where sums are
+    dealt = make_case(tables, num_devices=2, stacks=stacks)
+    np.testing.assert_allclose(
+        case.lookup(CpuBackend()), dealt.lookup(CpuBackend()), rtol=1e-5, atol=1e-5
+    )
+
+
+def test_an_owner_of_rows_serves_more_source_cores_than_there_are_partitions():
+    """What a rank gets from the others: its block's entries of each of them, one partition."""
+    tables = [table("a", 60, 16), table("b", 40, 8)]
+    blocks = {"a": Block(20), "b": Block(40, 1)}
+    case = make_case(tables, num_devices=3, cores_per_device=1, blocks=blocks, stacks=[["a", "b"]])
+    (stack,) = case.buffers
+    pointers = stack.row_pointers.reshape(3, -1)
+    slots = len(stack.embedding_ids) // 3
+    mine = []  # of partition 1, from every source core
+    for core, (before, end) in enumerate(zip(pointers[:, 0], pointers[:, 1], strict=True)):
+        mine.append(core * slots + np.arange(-(-before // 8) * 8, end))
+    width = max(map(len, mine))
+    assert all(map(len, mine))
+    index = [np.pad(at, (0, width - len(at)), mode="edge") for at in mine]
+    received = StackBuffers(
+        row_pointers=np.repeat([len(at) for at in mine], 8).astype(np.int32),
+        embedding_ids=stack.embedding_ids[np.concatenate(index)],
+        sample_ids=stack.sample_ids[np.concatenate(index)],
+        gains=stack.gains[np.concatenate(index)],
+    )
+    geometry = dataclasses.replace(
+        case.geometry,
+        num_cores=1,
+        tables=tuple(
+            t._replace(num_embeddings=rows, rotation=0, block_rows=0)
+            for t, rows in zip(case.geometry.tables, (20, 40), strict=True)
+        ),
+    )
+    assert (geometry.num_cores, geometry.num_local_cores) == (1, 3)
+    block, whole = case.weights[0][20:40].copy(), case.weights[1].copy()
+    owner = dataclasses.replace(
+        case, buffers=(received,), geometry=geometry, weights=[block, whole]
+    )
+    check(owner, "adagrad")
+    # rows 20..39 of `a`, and all of `b`, were updated as if there were no owner
+    alone, shared = (c.update(CpuBackend(), "sgd") for c in (owner, case))
+    assert_same_bits(alone, [shared[0][20:40].copy(), shared[1]])
+    assert (shared[0][20:40] != block).any()
+
+
+def test_a_row_behind_its_block_raises_and_changes_nothing():
+    case = make_case(
+        [table("a", 30, 8), table("b", 30, 8)],
+        batch_size=400,
+        cores_per_device=4,
+        blocks={"a": Block(9)},
+        stacks=[["a", "b"]],
+    )
+    (stack,) = case.buffers
+    pointers = stack.row_pointers.reshape(4, -1)
+    # partition 3 has rows 27..29 only; the others 9 each, then padding up to 16
+    for partition, row, named in ((3, 3, "0..2"), (1, 9, "0..8"), (1, 15, "0..8")):
+        begin = -(-pointers[0, partition - 1] // 8) * 8
+        end = begin + np.searchsorted(stack.embedding_ids[begin : pointers[0, partition]], 16)
+        ids = stack.embedding_ids.copy()
+        ids[end - 1] = row
+        bad = dataclasses.replace(case, buffers=(dataclasses.replace(stack, embedding_ids=ids),))
+        _check_raises(bad, f"row {row} is not in table 0, whose rows are {named}")
+        with pytest.raises(ValueError, match="is not in table 0"):
+            bad.lookup(ReferenceBackend())
 
 
 def test_weighted_bags_give_the_bits_of_the_reference():

@@ -5,7 +5,15 @@ import re
 import numpy as np
 import pytest
 
-from torchrec_tpu.sparsecore import Combiner, Geometry, SparseBatch, Stats, Table, make_layout
+from torchrec_tpu.sparsecore import (
+    Block,
+    Combiner,
+    Geometry,
+    SparseBatch,
+    Stats,
+    Table,
+    make_layout,
+)
 
 EMPTY = np.zeros(0, np.int32)
 
@@ -39,16 +47,18 @@ def table(name, dim, features, combiner=Combiner.SUM):
 
 def test_pooled_outputs_are_columns_in_config_order():
     tables = [table("a", 3, ("x", "y")), table("b", 12, ("x",)), table("c", 5, ("z",))]
-    layout = make_layout(tables, num_devices=2, stacks=[["b"], ["c", "a"]])
+    layout = make_layout(tables, num_devices=2, stacks=[["b"], ["c", "a"]], blocks={"c": Block(20)})
     geometry = layout.geometry(batch_of(layout, 10, (10,) * 4, (3,) * 4))
     width = 3 + 3 + 12 + 5
     assert (geometry.num_cores, geometry.num_local_cores, geometry.num_stacks) == (4, 4, 2)
     assert geometry.tables == (
-        # stack, rows, dim, row offset, rotation, first feature, features
-        (0, 50, 12, 0, 0, 0, 1),
-        (1, 50, 5, 0, 0, 1, 1),
-        (1, 50, 3, 16, 2, 2, 2),
+        # stack, rows, dim, row offset, rotation, first feature, features, rows of a block
+        (0, 50, 12, 0, 0, 0, 1, 0),
+        (1, 50, 5, 0, 0, 1, 1, 20),
+        (1, 50, 3, 24, 2, 2, 2, 0),
     )
+    assert [t.rows_per_core(4) for t in geometry.tables] == [16, 24, 16]
+    assert [t.rows_per_core for t in layout.stack_order_tables] == [16, 24, 16]
     assert geometry.features == (
         # sample offset, samples per core, samples, output offset, output stride
         (0, 3, 10, 6, width),  # b.x

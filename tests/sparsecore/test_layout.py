@@ -10,7 +10,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from torchrec_tpu.sparsecore import Combiner, Table, make_layout
+from torchrec_tpu.sparsecore import Block, Combiner, Table, make_layout
 from torchrec_tpu.sparsecore.chips import CHIPS
 from torchrec_tpu.sparsecore.errors import LayoutError
 
@@ -32,14 +32,21 @@ def layouts(draw):
         st.lists(st.tuples(st.integers(1, 90), st.integers(1, 20)), min_size=1, max_size=5)
     )
     tables = [table(f"t{i}", rows, dim) for i, (rows, dim) in enumerate(shapes)]
+    num_devices = draw(st.integers(1, 5))
+    cores_per_device = draw(st.sampled_from(sorted({c.cores_per_device for c in CHIPS.values()})))
+    num_cores = num_devices * cores_per_device
+    blocks = {}
+    for t in draw(st.lists(st.sampled_from(tables), unique_by=lambda t: t.name)):
+        least = -(-t.num_embeddings // num_cores)  # the last blocks may be short, or empty
+        rows = draw(st.sampled_from([least, least + 3, t.num_embeddings, t.num_embeddings + 50]))
+        blocks[t.name] = Block(rows, draw(st.integers(0, num_cores - 1)))
     return make_layout(
         tables,
-        num_devices=draw(st.integers(1, 5)),
-        cores_per_device=draw(
-            st.sampled_from(sorted({c.cores_per_device for c in CHIPS.values()}))
-        ),
+        num_devices=num_devices,
+        cores_per_device=cores_per_device,
         stacks=draw(st.sampled_from(["auto", "none", [[t.name for t in tables]]])),
         rotation=draw(st.sampled_from([None, 0, 1, 3])),
+        blocks=blocks,
     )
 
 
@@ -98,6 +105,31 @@ def test_stacked_tables_follow_each_other_and_are_rotated_by_the_cores_of_a_devi
     assert [t.rotation for t in alone.stack_order_tables] == [0, 0]
 
 
+def test_a_table_in_blocks_has_contiguous_rows_on_each_core_from_its_first_one_on():
+    tables = [table("dealt", 10), table("blocks", 10), table("whole", 9), table("tiny", 2)]
+    layout = make_layout(
+        tables,
+        num_devices=2,
+        blocks={
+            "blocks": Block(3, first_core=2),
+            "whole": Block(9, first_core=1),
+            "tiny": Block(1),
+        },
+    )
+    places = [(t.row_offset, t.rotation, t.rows_per_core) for t in layout.stacks[0].tables]
+    assert places == [(0, 0, 8), (8, 2, 8), (16, 1, 16), (32, 0, 8)]
+    assert [t.block_rows for t in layout.stacks[0].tables] == [0, 3, 9, 1]
+    assert [layout.home_of("blocks", i) for i in range(10)] == [
+        (2, 8), (2, 9), (2, 10), (3, 8), (3, 9), (3, 10), (0, 8), (0, 9), (0, 10), (1, 8),
+    ]  # fmt: skip
+    assert [layout.home_of("whole", i) for i in (0, 8)] == [(1, 16), (1, 24)]
+    assert [layout.home_of("tiny", i) for i in (0, 1)] == [(0, 32), (1, 32)]
+    assert layout.home_of("dealt", 6) == (2, 1)
+    assert "blocks: (10, 8) sum, rows from 8, rotation 2, blocks of 3 rows, features" in repr(
+        layout
+    )
+
+
 def test_outputs_keep_config_order_while_stacks_group_features_by_table():
     tables = [
         table("wide", dim=64, features=("x", "y")),
@@ -129,6 +161,9 @@ def test_fingerprint_changes_with_all_that_decides_the_buffers_and_with_nothing_
         make_layout(tables, num_devices=1, cores_per_device=4),
         make_layout(tables, num_devices=2, num_local_devices=1),
         make_layout(tables, num_devices=2, rotation=1),
+        make_layout(tables, num_devices=2, blocks={"a": Block(25)}),
+        make_layout(tables, num_devices=2, blocks={"a": Block(26)}),
+        make_layout(tables, num_devices=2, blocks={"a": Block(26, 1)}),
         make_layout(tables, num_devices=2, stacks="none"),
         make_layout(tables[::-1], num_devices=2),
         *(

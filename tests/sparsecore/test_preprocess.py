@@ -12,7 +12,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from oracle import Arrays, assert_equal, expect
 
-from torchrec_tpu.sparsecore import Capacity, Combiner, Preprocessor, Table, make_layout
+from torchrec_tpu.sparsecore import Block, Capacity, Combiner, Preprocessor, Table, make_layout
 from torchrec_tpu.sparsecore.backends.reference import ReferenceBackend
 from torchrec_tpu.sparsecore.errors import (
     BatchLayoutError,
@@ -47,6 +47,15 @@ def layouts(draw):
             )
         )
     num_local_devices = draw(st.integers(1, num_devices))
+    num_cores = num_devices * cores_per_device
+    blocks = {}
+    for table in draw(st.lists(st.sampled_from(tables), unique_by=lambda table: table.name)):
+        rows = table.num_embeddings
+        least = -(-rows // num_cores)
+        sizes = [least, least + 1] + ([rows, rows + 100] if rows < 2**30 else [])
+        blocks[table.name] = Block(
+            draw(st.sampled_from(sizes)), draw(st.integers(0, num_cores - 1))
+        )
     are_huge = any(table.num_embeddings > 2**30 for table in tables)
     return make_layout(
         tables,
@@ -56,6 +65,7 @@ def layouts(draw):
         first_local_device=draw(st.integers(0, num_devices - num_local_devices)),
         stacks="none" if are_huge else draw(st.sampled_from(["auto", "none"])),
         rotation=draw(st.sampled_from([None, 0, 1, 5])),
+        blocks=blocks,
     )
 
 

@@ -7,7 +7,7 @@ from hypothesis import strategies as st
 from hypothesis.extra import numpy as hnp
 from oracle import Arrays, assert_equal, expect
 
-from torchrec_tpu.sparsecore import Capacity, Combiner, Preprocessor, Table, make_layout
+from torchrec_tpu.sparsecore import Block, Capacity, Combiner, Preprocessor, Table, make_layout
 from torchrec_tpu.sparsecore.errors import TorchrecTpuError
 
 NUM_ROWS = 20
@@ -25,11 +25,17 @@ LAYOUTS = [
             for key, combiner in zip("abc", combiners, strict=True)
         ],
         num_devices=num_devices,
+        blocks=blocks,
     )
-    for combiners, num_devices in (
-        ((Combiner.SUM, Combiner.MEAN, Combiner.SQRTN), 1),
-        ((Combiner.SUM, Combiner.MEAN, Combiner.SQRTN), 3),
-        ((Combiner.NONE, Combiner.MEAN, Combiner.SUM), 2),
+    for combiners, num_devices, blocks in (
+        ((Combiner.SUM, Combiner.MEAN, Combiner.SQRTN), 1, {}),
+        ((Combiner.SUM, Combiner.MEAN, Combiner.SQRTN), 3, {}),
+        ((Combiner.NONE, Combiner.MEAN, Combiner.SUM), 2, {}),
+        (
+            (Combiner.NONE, Combiner.MEAN, Combiner.SUM),
+            2,
+            {Combiner.MEAN: Block(7), Combiner.SUM: Block(20, 3)},
+        ),
     )
 ]
 # Long-lived, so that an error which spoils the next batch is seen.

@@ -1,8 +1,9 @@
 """Which tables share a stack."""
 
+import numpy as np
 import pytest
 
-from torchrec_tpu.sparsecore import Combiner, Table, auto_stacks, make_layout
+from torchrec_tpu.sparsecore import Block, Combiner, Table, auto_stacks, make_layout
 from torchrec_tpu.sparsecore.errors import LayoutError
 
 
@@ -108,6 +109,32 @@ def test_stacks_that_make_no_sense_are_refused(stacks, message):
 def test_device_counts_that_contradict_each_other_are_refused(counts):
     with pytest.raises(LayoutError, match="counts must be >= 1 and the local devices"):
         make_layout([table("a")], **counts)
+
+
+@pytest.mark.parametrize(
+    ("blocks", "message"),
+    [
+        ({"b": Block(10)}, r"blocks name unknown tables \['b'\]; tables: \['a'\]"),
+        (
+            {"a": Block(24)},
+            r"Block\(rows=24, first_core=0\) does not hold 100 rows on 4 cores; .* 25",
+        ),
+        ({"a": Block(0)}, "does not hold 100 rows"),
+        ({"a": Block(-100)}, "does not hold 100 rows"),
+        ({"a": Block(25, 4)}, "start on one of the cores"),
+        ({"a": Block(25, -1)}, "start on one of the cores"),
+        ({"a": Block(2**31)}, "more than int32 can index"),
+    ],
+)
+def test_blocks_that_do_not_hold_their_table_are_refused(blocks, message):
+    with pytest.raises(LayoutError, match=message):
+        make_layout([table("a", rows=100)], num_devices=2, blocks=blocks)
+
+
+def test_a_block_counts_in_integers():
+    assert Block(np.int64(25)) == Block(25, 0)
+    with pytest.raises(LayoutError, match=r"Block: rows=2\.5 must be an integer"):
+        Block(2.5)
 
 
 def test_no_tables_and_equal_names_are_refused():

@@ -155,6 +155,14 @@ def test_a_frozen_table_among_trained_ones_is_refused(batch: Batch, trained: lis
         batch.calls(batch.geometry.select(trained))
 
 
+def test_tables_in_blocks_of_rows_are_refused(batch: Batch) -> None:
+    blocks = tuple(
+        t._replace(block_rows=-(-t.num_embeddings // CORES)) for t in batch.geometry.tables
+    )
+    with pytest.raises(NotImplementedError, match="stack 0: its tables lie in blocks of rows"):
+        batch.calls(replace(batch.geometry, tables=blocks))
+
+
 def test_a_whole_stack_can_be_frozen(batch: Batch) -> None:
     (call,) = tpu.stack_calls(batch.buffers, batch.tables[1:], batch.geometry.select([2]))
     assert call.index == 1

@@ -18,6 +18,7 @@ struct TableLayout {
   std::int32_t
       first_feature;  // the table's features are [first_feature, first_feature + num_features)
   std::int32_t num_features;
+  std::int64_t block_rows = 0;  // rows of a core's contiguous block; 0: every num_cores-th row
 };
 
 struct Layout {
@@ -38,18 +39,26 @@ struct Layout {
 // What contradicts itself in `layout`; empty when nothing does.
 [[nodiscard]] std::string CheckLayout(const Layout& layout);
 
-// Maps ids of one table to sort keys: id -> partition << row_bits | row, with
-// partition = (id + rotation) mod num_cores, row = id div num_cores (without the table's
+// How an id becomes a partition and a row.
+enum class RowMapping {
+  kMod,            // partition = (id + rotation) mod num_cores, row = id div num_cores
+  kModPowerOfTwo,  // the same with a power of two of cores: shifts and masks do
+  kBlocks,  // partition = (id div block_rows + rotation) mod num_cores, row = id mod block_rows
+};
+
+// Maps ids of one table to sort keys: id -> partition << row_bits | row (without the table's
 // row_offset). Plain numbers, so that every vector kernel can use them.
 struct KeyMap {
+  RowMapping mapping;
   std::uint64_t num_embeddings;
   std::uint64_t num_cores;
   std::uint64_t rotation;
-  std::uint64_t reciprocal;  // id * reciprocal >> reciprocal_shift == id div num_cores, id < 2^31
+  std::uint64_t divisor;     // num_cores, or block_rows
+  std::uint64_t reciprocal;  // id * reciprocal >> reciprocal_shift == id div divisor, id < 2^31
   std::int32_t reciprocal_shift;
   std::int32_t core_bits;  // bits of the largest partition
   std::int32_t row_bits;   // bits of the largest row
-  bool is_power_of_two;    // num_cores is: shifts and masks do
+  std::int32_t idle_bits;  // of core_bits: those that ids do not differ in, as blocks are few
   bool is_narrow;          // keys fit 32 bits, and ids 31 where the reciprocal is needed
 };
 

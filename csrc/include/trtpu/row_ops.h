@@ -1,8 +1,10 @@
 // Embedding lookup and fused optimizer update on the CPU, straight from SparseCore buffers.
 //
 // Tables and optimizer slots are logical and row-major: (num_embeddings, dim). The buffers name
-// rows as (partition p, local row l); p holds every P-th row, so its rows are an affine walk:
-//   id = (l - row_offset) * P + (p - rotation) mod P.
+// rows as (partition p, local row l); p holds every P-th row, or one block of block_rows rows, so
+// its rows are an affine walk:
+//   id = (l - row_offset) * P + (p - rotation) mod P, or
+//   id = (l - row_offset) + ((p - rotation) mod P) * block_rows.
 // Results do not depend on the number of threads or on the instruction set.
 #ifndef TRTPU_ROW_OPS_H_
 #define TRTPU_ROW_OPS_H_
@@ -24,6 +26,7 @@ struct SampleRange;
 
 struct TableGeometry {
   std::int64_t stack, num_embeddings, dim, row_offset, rotation, first_feature, num_features;
+  std::int64_t block_rows;  // rows of a partition's block; 0: every P-th row
 };
 
 // Sample i is row sample_offset + i % samples_per_core of core i / samples_per_core; its vector in
