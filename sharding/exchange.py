@@ -41,7 +41,8 @@ from torchrec_tpu.sparsecore.errors import PeerError
 ResultT = TypeVar("ResultT")
 
 _LOOK_SECONDS: Final = 0.2  # between looks for word from other ranks while a collective is awaited
-_MAX_PATIENCE_SECONDS: Final = 5.0
+_MAX_PATIENCE_SECONDS: Final = 5.0  # with one rank that is asked
+_FIRST_PATIENCE_SECONDS: Final = 30.0  # while ranks start, not all at the same time
 _MAX_LINE_BYTES: Final = 1 << 16
 
 
@@ -175,29 +176,26 @@ class Exchange:
         number = 0 if watch is None else watch.begin()
         try:
             work = start()
-        except RuntimeError as error:  # a connection that was lost earlier
+        except RuntimeError as error:  # a connection was lost earlier
+            if watch is None:
+                raise
             raise self._missing(number, error) from error
+        alive = [keep]
 
         def finish() -> ResultT:
             self._await(work, number)
-            del keep_alive[:]
+            alive.clear()
             return result
 
-        keep_alive = [keep]
         return Pending(finish)
 
     def agree(self, message: str | None) -> list[str | None]:
         """What each rank says: for errors that only some of them have. Two exchanges."""
-        words = b"" if message is None else b"!" + message.encode()
-        counts = torch.full((self.world_size, 1), len(words), dtype=torch.int64)
-        receive = self.headers(counts).wait().flatten().tolist()
-        payload = (
-            torch.frombuffer(bytearray(words * self.world_size), dtype=torch.uint8)
-            if (words)
-            else torch.empty(0, dtype=torch.uint8)
-        )
-        heard = self.ragged(payload, counts.flatten().tolist(), receive).wait()
-        parts = torch.split(heard, receive)
+        letters = [] if message is None else [0, *message.encode()]  # 0: "" is no None
+        send = [len(letters)] * self.world_size
+        receive = self.headers(torch.tensor(send).view(-1, 1)).wait().flatten().tolist()
+        payload = torch.tensor(letters * self.world_size, dtype=torch.uint8)
+        parts = torch.split(self.ragged(payload, send, receive).wait(), receive)
         return [bytes(part.tolist())[1:].decode() if len(part) else None for part in parts]
 
     def _check(self, payload: Tensor, send: Sequence[int], receive: Sequence[int]) -> None:
@@ -214,19 +212,16 @@ class Exchange:
 
     def _await(self, work: dist.Work, number: int) -> None:
         watch = self._watch
+        if watch is None:
+            work.wait()
+            return
         until = time.monotonic() + self._timeout.total_seconds()
         while True:
             try:
-                if watch is None:
-                    work.wait()
-                else:
-                    work.wait(timedelta(seconds=_LOOK_SECONDS))
+                work.wait(timedelta(seconds=_LOOK_SECONDS))
                 return
             except RuntimeError as error:
-                if watch is None:
-                    raise
-                late = time.monotonic() >= until
-                if work.is_completed() or late or watch.verdicts:
+                if work.is_completed() or watch.verdicts or time.monotonic() >= until:
                     raise self._missing(number, error) from error
 
     def _missing(self, number: int, error: Exception) -> PeerError:
@@ -327,6 +322,21 @@ class _Watch:
         self._started += 1
         return self._started
 
+    def ask_the_next(self) -> None:
+        """Makes sure, before it matters, that ranks reach each other; each tries one.
+
+        Raises:
+            PeerError: it does not answer.
+        """
+        rank = (self._rank + 1) % len(self._peers)
+        if isinstance(answer := self._ask(rank, _FIRST_PATIENCE_SECONDS), str):
+            raise PeerError(
+                f"rank {self._rank} asked rank {rank} at {self._peers[rank].address}, but its "
+                f"{answer}. If only the address is wrong, set GLOO_SOCKET_IFNAME to the interface "
+                "that ranks reach each other by",
+                ranks=(rank,),
+            )
+
     def close(self) -> None:
         """Stops listening."""
         self._listener.close()
@@ -404,6 +414,7 @@ def _watch_of(exchange: Exchange) -> _Watch:
         if watch is not None:
             watch.close()
         _watches[name] = watch = _Watch(exchange)
+        watch.ask_the_next()
     return watch
 
 

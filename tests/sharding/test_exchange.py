@@ -4,15 +4,18 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
 import torch.distributed as dist
 from torch import Tensor
+from torch._subclasses.fake_tensor import FakeTensorMode
 from world import World, die_here, run_world, stop_here
 
 from torchrec_tpu.sharding.exchange import Exchange, ragged_all_to_all
+from torchrec_tpu.sparsecore.backends import tpu
 from torchrec_tpu.sparsecore.errors import PeerError
 
 
@@ -129,6 +132,50 @@ def collectives_can_be_guarded(rank: int, world_size: int, exchange: Exchange) -
     assert pending.wait().item() == sum(range(1, world_size + 1))
 
 
+def a_tpu_is_told_where_parts_begin(rank: int, world_size: int, exchange: Exchange) -> None:
+    """With torch_tpu's collective played by gloo, by the words of its documentation."""
+
+    def ragged_all_to_all(
+        operand: Tensor, output: Tensor, *offsets_and_sizes: Tensor | str
+    ) -> Tensor:
+        *counts, group = offsets_and_sizes
+        assert group == exchange.group.group_name
+        assert all(count.dtype is torch.int32 for count in counts)
+        everyone: list[Any] = [None] * world_size
+        dist.all_gather_object(everyone, (operand, *[count.tolist() for count in counts]))
+        result = output.clone()
+        for sender, (values, begin_send, sent, begin_there, _) in enumerate(everyone):
+            sliced = values[begin_send[rank] :][: sent[rank]]
+            assert len(sliced) == counts[3][sender]
+            result[begin_there[rank] :][: sent[rank]] = sliced
+        return result
+
+    counts = item_counts(world_size)
+    sent, wanted = sent_and_wanted(rank, counts, 3, torch.float32)
+    arguments = sent, counts[rank].tolist(), counts[:, rank].tolist(), exchange.group.group_name
+    with pytest.raises(NotImplementedError, match="no exchange on device cpu: torch_tpu"):
+        tpu.ragged_all_to_all(*arguments)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(tpu, "why_no_tpu", lambda: None)
+        patch.setattr(tpu, "_ops", lambda: SimpleNamespace(ragged_all_to_all=ragged_all_to_all))
+        assert torch.equal(tpu.ragged_all_to_all(*arguments), wanted)
+
+
+def the_op_is_what_torch_expects(rank: int, world_size: int, exchange: Exchange) -> None:
+    ones = [1] * world_size
+    values = torch.randn(world_size, 2, requires_grad=True)
+    op = torch.ops.torchrec_tpu.ragged_all_to_all.default
+    torch.library.opcheck(op, (values, ones, ones, exchange.group.group_name))
+    with FakeTensorMode():
+        received = op(torch.empty(world_size, 2, dtype=torch.float16), ones, [3] * world_size, "?")
+    assert received.shape == (3 * world_size, 2)
+    assert received.dtype is torch.float16
+    on_meta = torch.empty(world_size, 2, device="meta")
+    if world_size > 1:
+        with pytest.raises(NotImplementedError, match="device 'meta'"):
+            exchange.ragged(on_meta, ones, ones)
+
+
 CASES: tuple[Callable[[int, int, Exchange], None], ...] = (
     values_arrive,
     headers_arrive,
@@ -137,6 +184,8 @@ CASES: tuple[Callable[[int, int, Exchange], None], ...] = (
     messages_are_heard,
     bad_arguments_are_refused,
     collectives_can_be_guarded,
+    a_tpu_is_told_where_parts_begin,
+    the_op_is_what_torch_expects,
 )
 
 
