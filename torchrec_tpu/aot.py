@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import dataclasses
 import math
 import sys
 from collections.abc import Iterable, Iterator, Mapping, Sequence
@@ -10,6 +11,7 @@ from pathlib import Path
 from statistics import fmean
 from typing import TYPE_CHECKING, Any, Final, Literal
 
+import numpy as np
 import torch
 from torch import nn
 from torchrec.datasets.utils import Batch
@@ -22,6 +24,7 @@ from torchrec_tpu.recipes import RECIPES, Recipe, capped, dlrm_v2_mlperf
 from torchrec_tpu.sharding.embeddings import SparseCoreCollection, collections_in
 from torchrec_tpu.sharding.swap import swap_embeddings
 from torchrec_tpu.sparsecore.aot.compile import DEADLINE_SECONDS, compile_program
+from torchrec_tpu.sparsecore.aot.pooled import PooledStack
 from torchrec_tpu.sparsecore.aot.probe import is_doubtful, suggest_feasible
 from torchrec_tpu.sparsecore.aot.program import Mode, Program, program_layout, trace_step
 from torchrec_tpu.sparsecore.aot.report import Report, Traffic, refused, report
@@ -55,6 +58,7 @@ def layouts(
     cores_per_device: int,
     batch_size: int,
     stacks: Literal["auto", "none"] | Mapping[str, Sequence[Sequence[str]]] = "auto",
+    pooled: Mapping[str, Sequence[PooledStack]] | None = None,
 ) -> dict[str, Layout]:
     """The layout of every SparseCore collection on a slice, as its first device feeds it.
 
@@ -64,6 +68,7 @@ def layouts(
         cores_per_device: SparseCores of one (`chips.CHIPS`).
         batch_size: samples of one device.
         stacks: for every collection, or FQN -> lists of table names.
+        pooled: FQN -> stacks of the tables that are left out.
     """
     return {
         fqn: program_layout(
@@ -73,6 +78,7 @@ def layouts(
             batch_size=batch_size,
             stacks=stacks if isinstance(stacks, str) else stacks[fqn],
             frozen=[t for t, spec in collection.table_optimizers.items() if spec is None],
+            without={t.name for stack in (pooled or {}).get(fqn, ()) for t in stack.tables},
         )
         for fqn, collection in collections_in(model)
     }
@@ -100,15 +106,65 @@ def fit_capacities(
         ValueError: no batch has a collection's keys.
     """
     collections = dict(collections_in(model))
-    observations = {fqn: observe(layouts[fqn]) for fqn in collections}
+    observations = {fqn: observe(layouts[fqn]) for fqn in collections if layouts[fqn].stacks}
     for batch in batches:
         for fqn, kjt in _features(batch, collections):
+            if fqn not in observations:
+                continue
             preprocessor = collections[fqn].preprocessor(layouts[fqn])
             stats = preprocessor.measure(**collections[fqn].arrays(kjt))
             observations[fqn] = observations[fqn].merge(observe(layouts[fqn], stats))
     return {
-        fqn: observation.suggest(layouts[fqn], headroom=headroom)
-        for fqn, observation in observations.items()
+        fqn: observations[fqn].suggest(layouts[fqn], headroom=headroom)
+        if fqn in observations
+        else {}
+        for fqn in collections
+    }
+
+
+def fit_pooled(
+    model: nn.Module,
+    batches: Iterable[object],
+    pooled: Mapping[str, Sequence[PooledStack]],
+    *,
+    batch_size: int,
+    headroom: float = 0.25,
+) -> dict[str, tuple[PooledStack, ...]]:
+    """Pooled stacks with room for the ids of data like that of one device.
+
+    Args:
+        model: has the collections.
+        batches: of one device, as the model gets them.
+        pooled: FQN -> stacks, whose own `max_ids` do not matter.
+        batch_size: samples of one device.
+        headroom: what to add for batches to come, as a fraction.
+
+    Returns:
+        FQN -> the stacks with other `max_ids`.
+    """
+    collections = dict(collections_in(model))
+    most: dict[tuple[str, str], Any] = {}
+    for batch in batches:
+        for fqn, kjt in _features(batch, collections):
+            for stack in pooled.get(fqn, ()):
+                preprocessor = collections[fqn].preprocessor(stack.layout(batch_size=batch_size))
+                counts = stack.count_ids(preprocessor(**collections[fqn].arrays(kjt)))
+                key = fqn, stack.name
+                most[key] = np.maximum(most.get(key, 0), counts)
+    return {
+        fqn: tuple(
+            dataclasses.replace(
+                stack,
+                max_ids=tuple(
+                    max(1, math.ceil(count * (1 + headroom))) if slots else 0
+                    for count, slots in zip(
+                        most[fqn, stack.name].tolist(), stack.of_core, strict=True
+                    )
+                ),
+            )
+            for stack in stacks
+        )
+        for fqn, stacks in pooled.items()
     }
 
 
@@ -124,6 +180,7 @@ def trace(
     mode: Mode = "exact",
     layouts: Mapping[str, Layout] | None = None,
     sequence_ids: Mapping[str, int] | None = None,
+    pooled: Mapping[str, Sequence[PooledStack]] | None = None,
 ) -> Program:
     """One training step of a model on every device of a slice, as one program.
 
@@ -142,6 +199,7 @@ def trace(
         layouts: FQN -> layout; those of `layouts()` when None.
         sequence_ids: KJT key -> the most ids of one device, for sequence features; those of `batch`
             when None.
+        pooled: FQN -> stacks of tables that stay with owners; `layouts` have the others.
 
     Raises:
         ProgramError: the model cannot be such a program; says why.
@@ -164,6 +222,7 @@ def trace(
             num_devices=num_devices,
             cores_per_device=cores_per_device,
             batch_size=batch_size,
+            pooled=pooled,
         )
     if capacities is None:
         capacities = fit_capacities(model, [batch], layouts)
@@ -189,6 +248,7 @@ def trace(
         layouts=layouts,
         sequence_ids=sequence_ids,
         gradient_division=get_gradient_division(),
+        pooled=pooled,
     )
 
 

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
@@ -13,6 +14,7 @@ from torch import Tensor, nn
 from torchrec_tpu.api import has_keys, kjts_in
 from torchrec_tpu.sharding.embeddings import collections_in
 from torchrec_tpu.sparsecore.aot.pipeline import Feed, make_feed, pack_stack, unpack_stack
+from torchrec_tpu.sparsecore.aot.pooled import PooledStack
 from torchrec_tpu.sparsecore.aot.program import Program, StackFacts
 from torchrec_tpu.sparsecore.aot.tracing import Shape, tensors_in
 from torchrec_tpu.sparsecore.batch import SparseBatch
@@ -35,9 +37,10 @@ class Placement:
         dense_optimizer: of the program. Replace the attribute to change its learning rate.
         batch_size: samples of one device.
         sequence_ids: KJT key -> the most ids of one device that the program was traced with.
+        pooled: FQN -> pooled stacks, those of the program.
 
     Raises:
-        ProgramError: `layouts` or `batch_size` are not those of the program.
+        ProgramError: `layouts`, `pooled` or `batch_size` are not those of the program.
 
     >>> placement = Placement(model, program, layouts=layouts, dense_optimizer=adagrad(),
     ...                       batch_size=32)  # doctest: +SKIP
@@ -58,6 +61,7 @@ class Placement:
         dense_optimizer: OptimizerSpec,
         batch_size: int,
         sequence_ids: Mapping[str, int] | None = None,
+        pooled: Mapping[str, Sequence[PooledStack]] | None = None,
     ) -> None:
         self.dense_optimizer = dense_optimizer
         self._model = model
@@ -79,7 +83,20 @@ class Placement:
             )
         self._preprocessors = {
             fqn: self._preprocessor(fqn, {f.name: f for f in facts.values() if f.collection == fqn})
-            for fqn in self._layouts
+            for fqn, layout in self._layouts.items()
+            if layout.stacks
+        }
+        self._pooled = {
+            _prefix(fqn, stack.name): (fqn, stack)
+            for fqn, stacks in (pooled or {}).items()
+            for stack in stacks
+        }
+        self._check_pooled()
+        self._pooled_preprocessors = {
+            prefix: self._collections[fqn].preprocessor(
+                stack.layout(batch_size=batch_size), batch_size=batch_size
+            )
+            for prefix, (fqn, stack) in self._pooled.items()
         }
         self._dense_slots = {
             argument.name: np.full(argument.shape, dense_optimizer.initial_value(slot), np.float32)
@@ -88,6 +105,29 @@ class Placement:
             if argument.name.startswith(f"dense_slot/{slot.name}/")
         }
         self._num_dense_steps = 0
+
+    def _check_pooled(self) -> None:
+        expected = {
+            _prefix(facts.collection, facts.name): (
+                facts.rows, facts.dim, facts.samples, facts.max_ids,
+            )
+            for facts in self._program.pooled
+        }  # fmt: skip
+        found = {
+            prefix: (
+                stack.cores_per_device * stack.rows_per_core,
+                stack.width,
+                stack.cores_per_device * stack.samples_per_core(self._batch_size),
+                stack.max_ids,
+            )
+            for prefix, (_, stack) in self._pooled.items()
+        }
+        if found != expected:
+            raise ProgramError(
+                f"pooled stacks have (rows, width, samples, max_ids) of a device {found} for "
+                f"batch_size={self._batch_size}, in the program {expected}; pass those that it was "
+                "traced with"
+            )
 
     def _preprocessor(self, fqn: str, facts: Mapping[str, StackFacts]) -> Preprocessor:
         layout, cores = self._layouts[fqn], self._program.cores_per_device
@@ -123,8 +163,12 @@ class Placement:
         """Name -> value of every table, slot, dense parameter and dense slot; a copy."""
         state = dict(self._dense_slots)
         for prefix, (fqn, stack) in self._stacks.items():
-            for name, arrays in self._arrays(fqn, stack).items():
+            for name, arrays in self._arrays(fqn, _tables(stack)).items():
                 state[f"{prefix}/{name}"] = pack_stack(self._layouts[fqn], stack, arrays)
+        for prefix, (fqn, owned) in self._pooled.items():
+            for name, arrays in self._arrays(fqn, _tables(owned)).items():
+                dummy = 0.0 if name == "table" else 1.0
+                state[f"{prefix}/{name}"] = owned.pack(arrays, dummy=dummy)
         dense = self._dense()
         for argument in self._program.arguments:
             if argument.kind == "dense":
@@ -139,10 +183,13 @@ class Placement:
             num_steps: batches since `state()` was taken, for optimizers that count them.
         """
         for prefix, (fqn, stack) in self._stacks.items():
-            for name, arrays in self._arrays(fqn, stack).items():
+            for name, arrays in self._arrays(fqn, _tables(stack)).items():
                 new = unpack_stack(self._layouts[fqn], stack, state[f"{prefix}/{name}"])
                 for table, array in arrays.items():
                     array[:] = new[table]
+        for prefix, (fqn, owned) in self._pooled.items():
+            for name, arrays in self._arrays(fqn, _tables(owned)).items():
+                owned.unpack(state[f"{prefix}/{name}"], arrays)
         for name, tensor in self._dense().items():
             if name in state:
                 tensor.copy_(torch.from_numpy(state[name]))
@@ -155,14 +202,15 @@ class Placement:
     def operands(self, step: int) -> dict[str, float]:
         """The scalars of step `step`, from 1, with the learning rates of this moment."""
         operands = {}
-        for prefix, (fqn, stack) in self._stacks.items():
+        stacks: dict[str, tuple[str, Stack | PooledStack]] = {**self._stacks, **self._pooled}
+        for prefix, (fqn, stack) in stacks.items():
             collection = self._collections[fqn]
-            (spec,) = {collection.table_optimizers[t.table.name] for t in stack.tables}
+            (spec,) = {collection.table_optimizers[table] for table in _tables(stack)}
             if spec is None:  # frozen
                 continue
             values = {
-                collection.fused_optimizer.operands(t.table.name, ahead=step - 1)
-                for t in stack.tables
+                collection.fused_optimizer.operands(table, ahead=step - 1)
+                for table in _tables(stack)
             }
             if len(values) > 1:
                 raise ProgramError(
@@ -190,9 +238,10 @@ class Placement:
         """
         if len(batches) != self._program.num_devices:
             raise ProgramError(f"{len(batches)} batches for {self._program.num_devices} devices")
-        sparse: dict[str, list[SparseBatch]] = {fqn: [] for fqn in self._layouts}
+        sparse: dict[str, list[SparseBatch]] = {fqn: [] for fqn in self._preprocessors}
+        owned: dict[str, list[Array]] = {}
         inputs: dict[str, list[Array]] = {}
-        for batch in batches:
+        for device, batch in enumerate(batches):
             for kjt in kjts_in(batch):
                 for fqn, collection in self._collections.items():
                     if has_keys(kjt, collection):
@@ -201,15 +250,27 @@ class Placement:
                                 f"a device's batch has {kjt.stride()} samples, the program "
                                 f"{self._batch_size}"
                             )
-                        sparse[fqn].append(self._preprocessors[fqn](**collection.arrays(kjt)))
+                        arrays = collection.arrays(kjt)
+                        if fqn in sparse:
+                            sparse[fqn].append(self._preprocessors[fqn](**arrays))
+                        for prefix, (_, stack) in self._of(fqn):
+                            ids = self._pooled_preprocessors[prefix](**arrays)
+                            packed = stack.pack_ids(ids, device=device)
+                            for name, array in zip(("header", "ids"), packed, strict=True):
+                                owned.setdefault(f"{prefix}/buffer:{name}", []).append(array)
             for name, tensor in tensors_in(batch).items():
                 inputs.setdefault(name, []).append(tensor.detach().numpy())
-        return make_feed(sparse, inputs, self._layouts, batch_size=self._batch_size)
+        feed = make_feed(sparse, inputs, self._layouts, batch_size=self._batch_size)
+        buffers = {name: np.stack(arrays) for name, arrays in owned.items()}
+        return replace(feed, buffers={**feed.buffers, **buffers})
 
-    def _arrays(self, fqn: str, stack: Stack) -> dict[str, dict[str, Array]]:
+    def _of(self, fqn: str) -> Iterator[tuple[str, tuple[str, PooledStack]]]:
+        """The pooled stacks of one collection."""
+        return ((prefix, pair) for prefix, pair in self._pooled.items() if pair[0] == fqn)
+
+    def _arrays(self, fqn: str, tables: Sequence[str]) -> dict[str, dict[str, Array]]:
         """The live arrays of a stack, by the program's name for them and by table."""
         collection = self._collections[fqn]
-        tables = [stacked.table.name for stacked in stack.tables]
         optimizer = collection.fused_optimizer
         arrays = {"table": {t: optimizer.weight(t).detach().numpy() for t in tables}}
         spec = collection.table_optimizers[tables[0]]
@@ -223,6 +284,13 @@ class Placement:
         """The live tensors outside the collections, by the program's names for them."""
         tensors = {**dict(self._model.named_parameters()), **dict(self._model.named_buffers())}
         return {f"dense/{name}": tensor.detach() for name, tensor in tensors.items()}
+
+
+def _tables(stack: Stack | PooledStack) -> list[str]:
+    """Names of a stack's tables."""
+    if isinstance(stack, PooledStack):
+        return [table.name for table in stack.tables]
+    return [stacked.table.name for stacked in stack.tables]
 
 
 def _prefix(collection: str, stack: str) -> str:

@@ -143,7 +143,10 @@ class CompilerRefusal(Exception):
 def compile_with_libtpu(
     text: str, topology: str, *, options: dict[str, str | int | bool]
 ) -> Executable:
-    """Compiles StableHLO for every device of a slice: a replica each, one partition.
+    """Compiles StableHLO for every device of a slice: a replica each, or a partition.
+
+    A module of partitions is one device's program, as a module of replicas is. It has no shardings,
+    so that every value stays what it is on its device.
 
     libtpu may end the process, and takes flags from the environment: call it in a child process.
     The scheduled program is not returned, for jaxlib cannot read libtpu's SparseCore instructions
@@ -161,23 +164,17 @@ def compile_with_libtpu(
     require("jax", "jaxlib", "libtpu")
     from jax.errors import JaxRuntimeError
     from jax.experimental import topologies
-    from jaxlib import _jax, xla_client
+    from jaxlib import _jax
 
     try:
         devices = topologies.get_topology_desc(topology_name=topology, platform="tpu").devices
-        compile_options = xla_client.CompileOptions()
-        for target in (compile_options, compile_options.executable_build_options):
-            target.num_replicas = len(devices)
-            target.num_partitions = 1
-            target.device_assignment = xla_client.DeviceAssignment.create(
-                np.arange(len(devices)).reshape(-1, 1)
-            )
-        compile_options.env_option_overrides = list(options.items())
         with mlir() as bindings:
             try:
                 module = bindings.ir.Module.parse(text)
             except bindings.ir.MLIRError as error:
                 raise CompilerRefusal(str(error)) from None
+            compile_options = _compile_options(module, len(devices))
+            compile_options.env_option_overrides = list(options.items())
             executable = devices[0].client.compile(
                 module, _jax.DeviceList(tuple(devices)), compile_options
             )
@@ -191,6 +188,28 @@ def compile_with_libtpu(
         cost={name: float(cost[name]) for name in ("flops", "bytes accessed") if name in cost},
         device_kind=devices[0].device_kind,
     )
+
+
+def is_partitioned(module: Any) -> bool:
+    """Whether the devices of a module are its partitions, not its replicas."""
+    attributes, name = module.operation.attributes, "mhlo.num_partitions"
+    return bool(name in attributes and attributes[name].value > 1)
+
+
+def _compile_options(module: Any, num_devices: int) -> Any:
+    """For as many replicas or partitions as the module says it has."""
+    from jaxlib import xla_client
+
+    partitioned = is_partitioned(module)
+    options = xla_client.CompileOptions()
+    for target in (options, options.executable_build_options):
+        target.num_replicas = 1 if partitioned else num_devices
+        target.num_partitions = num_devices if partitioned else 1
+        target.device_assignment = xla_client.DeviceAssignment.create(
+            np.arange(num_devices).reshape((1, -1) if partitioned else (-1, 1))
+        )
+    options.executable_build_options.use_spmd_partitioning = partitioned
+    return options
 
 
 # ------------------------------------------------------------------------------------ CPU devices
@@ -230,7 +249,7 @@ class HostExecutable:
     """A program, compiled for the CPU devices of this process; see `host_environment`.
 
     Args:
-        text: StableHLO of one module, num_replicas = num_devices.
+        text: StableHLO of one module, num_replicas or num_partitions = num_devices.
         num_devices: that it runs on.
 
     Raises:
@@ -241,21 +260,17 @@ class HostExecutable:
         import jax
         from jax.errors import JaxRuntimeError
         from jax.sharding import Mesh, NamedSharding, PartitionSpec
-        from jaxlib import _jax, xla_client
+        from jaxlib import _jax
 
         self._devices = jax.devices("cpu")[:num_devices]
         assert len(self._devices) == num_devices, "set host_environment() before jax is imported"
-        options = xla_client.CompileOptions()
-        for target in (options, options.executable_build_options):
-            target.num_replicas = num_devices
-            target.num_partitions = 1
-            target.device_assignment = xla_client.DeviceAssignment.create(
-                np.arange(num_devices).reshape(-1, 1)
-            )
         try:
             with mlir() as bindings:
+                module = bindings.ir.Module.parse(text)
                 self._executable = self._devices[0].client.compile_and_load(
-                    bindings.ir.Module.parse(text), _jax.DeviceList(tuple(self._devices)), options
+                    module,
+                    _jax.DeviceList(tuple(self._devices)),
+                    _compile_options(module, num_devices),
                 )
         except JaxRuntimeError as error:
             raise CompilerRefusal(str(error)) from error

@@ -7,12 +7,15 @@ collectives included, and runs on as many devices as the program has.
 
 The devices live in a child process, for their number is fixed when jax is imported.
 
+A `ragged_all_to_all` becomes gathers of all its operands, for XLA's CPU compiler has none.
+
 Legend: G devices, S cores of a device, P cores in all, M slots of a device's buffers, B rows of a
 device's activations, R rows of its table, D row width, U runs of slots, one a partition.
 """
 
 from __future__ import annotations
 
+import itertools
 import json
 import os
 import re
@@ -20,8 +23,8 @@ import subprocess
 import sys
 import tempfile
 import weakref
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
 from functools import partial
 from multiprocessing.connection import Connection, Pipe
 from typing import IO, Any, Final, NamedTuple, Self
@@ -41,6 +44,7 @@ JaxArray = Any
 
 _LAYOUT: Final = "mhlo.layout_mode"  # of a TPU's memory
 _ERROR_CHARACTERS: Final = 4000
+_FIRST_CHANNEL: Final = 1_000_000  # above those of any program
 
 
 # ------------------------------------------------------------------------------------ definitions
@@ -163,6 +167,66 @@ def row_gradients(
     return total, jnp.zeros(rows, bool).at[target].set(True, mode="drop")
 
 
+def local_lookup(
+    cores: int, table: JaxArray, rows: JaxArray, samples: JaxArray, gains: JaxArray, init: JaxArray
+) -> JaxArray:
+    """`init` (B, D), and gain * row of each id added to its sample; every core has its own part."""
+    import jax
+    import jax.numpy as jnp
+
+    def of_core(
+        table: JaxArray, rows: JaxArray, samples: JaxArray, gains: JaxArray, init: JaxArray
+    ) -> JaxArray:
+        is_ascending = jnp.all(samples[1:] >= samples[:-1])
+        is_inside = (rows >= 0) & (rows < len(table)) & (samples >= 0) & (samples < len(init))
+        rows, samples = jnp.clip(rows, 0, len(table) - 1), jnp.clip(samples, 0, len(init) - 1)
+        gains = jnp.where(is_inside & is_ascending, gains, jnp.nan)
+        return init.at[samples].add(gains[:, None] * table[rows])
+
+    parts = [a.reshape(cores, -1, *a.shape[1:]) for a in (table, rows, samples, gains, init)]
+    return jax.vmap(of_core)(*parts).reshape(init.shape)
+
+
+def ragged_all_to_all(
+    device: JaxArray,
+    init: JaxArray,
+    receive_sizes: JaxArray,
+    value: JaxArray,
+    input_offsets: JaxArray,
+    send_sizes: JaxArray,
+    output_offsets: JaxArray,
+) -> JaxArray:
+    """`init` (m, ...) with the runs that this device gets; all of -1 or NaN if a size is wrong.
+
+    Args:
+        device: index of this one.
+        init: of this device, as what follows.
+        receive_sizes: (k * G,).
+        value: of all devices, a first axis G before (n, ...); as what follows, (G, k * G).
+        input_offsets: first line of each run.
+        send_sizes: its lines.
+        output_offsets: where it goes.
+    """
+    import jax.numpy as jnp
+
+    devices = len(value)
+    line, result = jnp.arange(len(init)), init
+    runs = len(receive_sizes) // devices
+    for source in range(devices):
+        for run in range(runs):
+            at = device * runs + run
+            start, size = output_offsets[source, at], send_sizes[source, at]
+            is_mine = (line >= start) & (line < start + size)
+            taken = value[source][
+                jnp.clip(line - start + input_offsets[source, at], 0, value.shape[1] - 1)
+            ]
+            mask = is_mine.reshape(-1, *[1] * (init.ndim - 1))
+            result = jnp.where(mask, taken, result)
+    expected = send_sizes.reshape(devices, devices, runs)[:, device].reshape(-1)
+    wrong = jnp.nan if jnp.issubdtype(init.dtype, jnp.floating) else -1
+    return jnp.where(jnp.all(receive_sizes == expected), result, jnp.asarray(wrong, init.dtype))
+
+
 def _aligned(pointers: JaxArray) -> JaxArray:
     """Row pointers rounded up to where the next run starts."""
     return (pointers + 7) // 8 * 8
@@ -192,7 +256,11 @@ def define(text: str, *, num_devices: int, cores_per_device: int) -> str:
         if "res_attrs" in main.attributes:
             main.attributes["res_attrs"] = _without_layouts(mlir, main.attributes["res_attrs"])
         rewriter = _Rewriter(
-            mlir=mlir, module=module, num_devices=num_devices, cores_per_device=cores_per_device
+            mlir=mlir,
+            module=module,
+            num_devices=num_devices,
+            cores_per_device=cores_per_device,
+            is_partitioned=adapter.is_partitioned(module),
         )
         for operation in lowering.walk(main.regions[0].blocks[0]):
             if operation.name == "chlo.scan":  # XLA's CPU compiler fails on associative ones
@@ -200,7 +268,11 @@ def define(text: str, *, num_devices: int, cores_per_device: int) -> str:
         rules = set()
         for call, target in _sparse_calls(main):
             with mlir.ir.InsertionPoint(call):
-                if target in lowering.LOOKUPS:
+                if target == lowering.LOCAL_LOOKUP:
+                    rewriter.local_lookup(call)
+                elif target == lowering.RAGGED_ALL_TO_ALL:
+                    rewriter.ragged_all_to_all(call)
+                elif target in lowering.LOOKUPS:
                     rewriter.lookup(call, target == lowering.LOOKUP_MINIBATCHED)
                 else:
                     rules.add(call.attributes["called_computations"][0].value)
@@ -218,7 +290,13 @@ def _sparse_calls(main: Any) -> list[tuple[Any, str]]:
         for operation in lowering.walk(main.regions[0].blocks[0])
         if operation.name == "stablehlo.custom_call"
     ]
-    return [(c, target) for c, target in calls if target in lowering.LOOKUPS + lowering.UPDATES]
+    defined = (
+        *lowering.LOOKUPS,
+        *lowering.UPDATES,
+        lowering.LOCAL_LOOKUP,
+        lowering.RAGGED_ALL_TO_ALL,
+    )
+    return [(call, target) for call, target in calls if target in defined]
 
 
 @dataclass(slots=True, kw_only=True)
@@ -229,7 +307,9 @@ class _Rewriter:
     module: Any
     num_devices: int
     cores_per_device: int
+    is_partitioned: bool
     _num_functions: int = 0
+    _channels: Iterator[int] = field(default_factory=lambda: itertools.count(_FIRST_CHANNEL))
 
     def lookup(self, operation: Any, is_minibatched: bool) -> None:
         """Replaces a lookup."""
@@ -240,6 +320,29 @@ class _Rewriter:
             [self._gathered(table), init, *buffers],
         )
         operation.results[0].replace_all_uses_with(activations)
+        operation.erase()
+
+    def local_lookup(self, operation: Any) -> None:
+        """Replaces a lookup of a pooled stack."""
+        cores = self.cores_per_device
+        (result,) = self._apply(
+            lambda *values: (local_lookup(cores, *values),), list(operation.operands)
+        )
+        operation.results[0].replace_all_uses_with(result)
+        operation.erase()
+
+    def ragged_all_to_all(self, operation: Any) -> None:
+        """Replaces a ragged exchange."""
+        value, init, input_offsets, send_sizes, output_offsets, receive_sizes = operation.operands
+        count = self.num_devices
+
+        def exchange(device: JaxArray, init: JaxArray, receive: JaxArray, *rest: JaxArray) -> Any:
+            of_devices = [v.reshape(count, -1, *v.shape[1:]) for v in rest]
+            return (ragged_all_to_all(device.astype("int32"), init, receive, *of_devices),)
+
+        gathered = [self._gathered(v) for v in (value, input_offsets, send_sizes, output_offsets)]
+        (result,) = self._apply(exchange, [self._device(), init, receive_sizes, *gathered])
+        operation.results[0].replace_all_uses_with(result)
         operation.erase()
 
     def update(self, operation: Any, is_minibatched: bool) -> None:
@@ -265,7 +368,7 @@ class _Rewriter:
             return row_gradients(call, rows, device.astype("int32"), of_devices, grads)
 
         total, is_touched = self._apply(
-            gradients, [hlo.replica_id(), *(self._gathered(v) for v in (*buffers, grad))]
+            gradients, [self._device(), *(self._gathered(v) for v in (*buffers, grad))]
         )
         new = self._rule(operation, rows, [total, *old, *scalars])
         for use in list(operation.results[0].uses):
@@ -283,34 +386,13 @@ class _Rewriter:
         operation.erase()
 
     def _rule(self, operation: Any, rows: int, values: Sequence[Any]) -> list[Any]:
-        """The call's computation on all rows: its body, with axis 0 made longer.
-
-        That is how the SparseCore compiler runs it, too.
-        """
-        ir, hlo = self.mlir.ir, self.mlir.hlo
+        """The call's computation on all rows."""
         (symbol,) = operation.attributes["called_computations"]
         original = next(
             f for f in self.module.body.operations
             if f.operation.attributes["sym_name"].value == symbol.value
         )  # fmt: skip
-        longer = re.sub(r"tensor<1x(?=[\dfi])", f"tensor<{rows}x", str(original))
-        try:
-            module = ir.Module.parse(longer)  # owns the function
-        except ir.MLIRError as error:
-            raise ProgramError(
-                f"computation {symbol.value!r} does not work on many rows at once: {error}"
-            ) from None
-        function = module.body.operations[0]
-        arguments = [
-            value
-            if value.type == type_
-            else hlo.broadcast_in_dim(type_, value, ir.DenseI64ArrayAttr.get([]))
-            for value, type_ in zip(values, function.type.inputs, strict=True)
-        ]
-        (result,) = lowering.inline(function, arguments)
-        new = list(result.owner.operands)
-        result.owner.erase()
-        return new
+        return lowering.apply_rule(self.mlir, str(original), rows, values)
 
     def _call(self, operation: Any, is_minibatched: bool) -> Call:
         config = json.loads(operation.attributes["backend_config"].value)
@@ -329,7 +411,34 @@ class _Rewriter:
         type_ = ir.RankedTensorType(value.type)
         if not type_.shape:
             value = hlo.reshape(ir.RankedTensorType.get([1], type_.element_type), value)
-        return lowering.all_gather(self.mlir, value, dim=0, num_devices=self.num_devices)
+        return lowering.all_gather(
+            self.mlir,
+            value,
+            dim=0,
+            num_devices=self.num_devices,
+            channel=next(self._channels) if self.is_partitioned else None,
+        )
+
+    def _device(self) -> Any:
+        """The number of this device, u32."""
+        ir, hlo = self.mlir.ir, self.mlir.hlo
+        if not self.is_partitioned:
+            return hlo.replica_id()
+        # A program of partitions may not ask: device d is who gets part d of 0, 1, ...
+        u32 = ir.IntegerType.get_unsigned(32)
+        numbers = hlo.iota(
+            ir.RankedTensorType.get([self.num_devices], u32),
+            ir.IntegerAttr.get(ir.IntegerType.get_signless(64), 0),
+        )
+        mine = lowering.all_to_all(
+            self.mlir,
+            numbers,
+            dim=0,
+            num_devices=self.num_devices,
+            channel=next(self._channels),
+        )
+        zero, one = (ir.DenseI64ArrayAttr.get([n]) for n in (0, 1))
+        return hlo.reshape(ir.RankedTensorType.get([], u32), hlo.slice(mine, zero, one, one))
 
     def _apply(
         self, function: Callable[..., tuple[JaxArray, ...]], values: Sequence[Any]

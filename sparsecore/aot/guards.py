@@ -22,6 +22,7 @@ if TYPE_CHECKING:
 
 _TABLE_OPERAND: Final = 5
 _GRADIENT_OPERAND: Final = 4  # without minibatches; with them it follows the slots
+_INIT_OPERAND: Final = 4  # of a local lookup
 
 # Operations whose result is zero when ...
 _IF_FIRST: Final = frozenset(
@@ -65,6 +66,11 @@ def check(program: Program) -> None:
             program.expected.num_lookups,
         )
         _compare("SparseCore updates", len(updates), program.expected.num_updates)
+        _compare(
+            "lookups of pooled stacks",
+            sum(_target(call) == lowering.LOCAL_LOOKUP for call in calls),
+            program.expected.num_local_lookups,
+        )
         _compare("collectives", _collectives(mlir, calls), Counter(program.expected.collectives))
         _check_aliases(program, main.arg_attrs)
         _check_in_place(program, arguments, results)
@@ -72,6 +78,11 @@ def check(program: Program) -> None:
             result.name: value
             for result, value in zip(program.results, results, strict=True)
             if result.kind == "carry" and result.name.endswith(":gradients")
+        }
+        gradients |= {
+            f"exchange {index}": call.operands[0]
+            for index, call in enumerate(calls)
+            if _target(call) == lowering.RAGGED_ALL_TO_ALL
         }
         zeros = _Zeros(mlir)
         if dead := [name for name, value in gradients.items() if zeros.is_zero(value)]:
@@ -135,9 +146,27 @@ def _check_in_place(program: Program, arguments: Sequence[Any], results: Sequenc
             raise ProgramError(f"{result.name!r} is returned as it came: nothing updates it")
         if result.kind not in ("table", "slot"):
             continue
-        call = value.owner.operands[0].owner if hasattr(value.owner, "operands") else None
-        if call is None or _target(call) not in lowering.UPDATES or old not in call.operands:
+        if not (_is_updated(value, old) or _is_added_to(value, old)):
             raise ProgramError(f"{result.name!r} is not the result of a SparseCore update of it")
+
+
+def _is_updated(value: Any, old: Any) -> bool:
+    """Whether `value` is a part of the result of an update of `old`."""
+    call = value.owner.operands[0].owner if hasattr(value.owner, "operands") else None
+    return call is not None and _target(call) in lowering.UPDATES and old in call.operands
+
+
+def _is_added_to(value: Any, old: Any) -> bool:
+    """Whether `value` is `old` with changes added to it, as a pooled stack is updated."""
+
+    def without_reshape(value: Any) -> Any:
+        is_reshaped = getattr(value.owner, "name", None) == "stablehlo.reshape"
+        return value.owner.operands[0] if is_reshaped else value
+
+    call = without_reshape(value).owner
+    if not hasattr(call, "operands") or _target(call) != lowering.LOCAL_LOOKUP:
+        return False
+    return bool(without_reshape(call.operands[_INIT_OPERAND]) == old)
 
 
 def _target(operation: Any) -> str | None:

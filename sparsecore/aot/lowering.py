@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import json
 import math
+import re
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any, Final
@@ -30,6 +31,8 @@ LOOKUP: Final = "SparseDenseMatmulOp"
 LOOKUP_MINIBATCHED: Final = "SparseDenseMatmulWithMinibatchingOp"
 UPDATE: Final = "SparseDenseMatmulGradOpWithOptimizerUpdate"
 UPDATE_MINIBATCHED: Final = "SparseDenseMatmulGradOptimizerUpdateWithMinibatchingOp"
+LOCAL_LOOKUP: Final = "SparseDenseMatmulLocalOp"
+RAGGED_ALL_TO_ALL: Final = "ragged_all_to_all"
 
 LOOKUPS: Final = (LOOKUP, LOOKUP_MINIBATCHED)
 UPDATES: Final = (UPDATE, UPDATE_MINIBATCHED)
@@ -38,11 +41,13 @@ COLLECTIVES: Final = (
     "all_gather",
     "reduce_scatter",
     "all_to_all",
-    "ragged_all_to_all",
+    RAGGED_ALL_TO_ALL,
 )
 
 _MOD_SHARDING: Final = 1
 _ORIGINAL_API: Final = 1  # version of the custom call interface without a status
+_TYPED_API: Final = 4
+_DEVICE_TO_DEVICE: Final = 1  # kind of a channel
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -113,6 +118,31 @@ def lookup(mlir: Mlir, buffers: Buffers, table: Value, *, samples: int, limits: 
     return call.results[0]
 
 
+def local_lookup(
+    mlir: Mlir, table: Value, rows: Value, samples: Value, gains: Value, init: Value
+) -> Value:
+    """`init`, and gain * row of each id added to its sample, all on the same core.
+
+    Every array is split into S equal parts, one a core, whose ids count from the part's own begin.
+    The result takes over the memory of `init`: it may be an array of any size that is donated.
+
+    Args:
+        mlir: bindings, inside their context.
+        table: f32 (S * R, D).
+        rows: s32 (N,), of the core's part of the table.
+        samples: s32 (N,), ascending on each core; of the core's part of `init`.
+        gains: f32 (N,).
+        init: f32 (B, D).
+    """
+    return _custom_call(
+        mlir,
+        LOCAL_LOOKUP,
+        [table, rows, samples, gains, init],
+        init.type,
+        config=json.dumps({"device_type": "DEVICE_TYPE_SPARSECORE"}),
+    ).results[0]
+
+
 def update(
     mlir: Mlir,
     module: Any,
@@ -170,6 +200,44 @@ def update(
     return [part.results[0] for part in parts]
 
 
+def apply_rule(mlir: Mlir, function: str, rows: int, values: Sequence[Value]) -> list[Value]:
+    """The computation of an update on many rows at once: its body, with axis 0 made longer.
+
+    That is how the SparseCore compiler runs it, too.
+
+    Args:
+        mlir: bindings, inside their context.
+        function: text of a function from `rules.stablehlo`.
+        rows: of every value but the scalars.
+        values: gradient, row and slots as the function takes them, and scalars for the operands.
+
+    Returns:
+        New rows and slots.
+
+    Raises:
+        ProgramError: the computation works on one row only.
+    """
+    ir, hlo = mlir.ir, mlir.hlo
+    longer = re.sub(r"tensor<1x(?=[\dfi])", f"tensor<{rows}x", function)
+    try:
+        module = ir.Module.parse(longer)  # owns the function
+    except ir.MLIRError as error:
+        raise ProgramError(
+            f"this computation does not work on many rows at once: {error}\n{function}"
+        ) from None
+    computation = module.body.operations[0]
+    arguments = [
+        value
+        if value.type == type_
+        else hlo.broadcast_in_dim(type_, value, ir.DenseI64ArrayAttr.get([]))
+        for value, type_ in zip(values, computation.type.inputs, strict=True)
+    ]
+    (result,) = inline(computation, arguments)
+    new = list(result.owner.operands)
+    result.owner.erase()
+    return new
+
+
 def _custom_call(
     mlir: Mlir,
     target: str,
@@ -193,19 +261,28 @@ def _custom_call(
 
 
 # ------------------------------------------------------------------------------------- collectives
-# All devices form one group; a program has one partition, so replicas are devices.
+# All devices form one group. They are the replicas of a program, or its partitions: then every
+# collective needs a channel of its own, a number from 1.
 
 
-def all_reduce(mlir: Mlir, values: Sequence[Value], *, num_devices: int) -> list[Value]:
+def all_reduce(
+    mlir: Mlir, values: Sequence[Value], *, num_devices: int, channel: int | None = None
+) -> list[Value]:
     """Sums of each value over all devices, in one operation: a bucket without copies."""
     call = mlir.hlo.AllReduceOp(
-        [value.type for value in values], list(values), _groups(mlir, num_devices)
+        [value.type for value in values],
+        list(values),
+        _groups(mlir, num_devices),
+        channel_handle=_channel(mlir, channel),
+        use_global_device_ids=channel is not None,
     )
     _fill_with_sum(mlir, call.regions[0])
     return list(call.results)
 
 
-def reduce_scatter(mlir: Mlir, value: Value, *, dim: int, num_devices: int) -> Value:
+def reduce_scatter(
+    mlir: Mlir, value: Value, *, dim: int, num_devices: int, channel: int | None = None
+) -> Value:
     """Sum over all devices; each device keeps its part of dimension `dim`."""
     ir = mlir.ir
     shape = list(ir.RankedTensorType(value.type).shape)
@@ -217,35 +294,99 @@ def reduce_scatter(mlir: Mlir, value: Value, *, dim: int, num_devices: int) -> V
         value,
         _int64(mlir, dim),
         _groups(mlir, num_devices),
+        channel_handle=_channel(mlir, channel),
+        use_global_device_ids=channel is not None,
     )
     _fill_with_sum(mlir, call.regions[0])
     return call.results[0]
 
 
-def all_gather(mlir: Mlir, value: Value, *, dim: int, num_devices: int) -> Value:
+def all_gather(
+    mlir: Mlir, value: Value, *, dim: int, num_devices: int, channel: int | None = None
+) -> Value:
     """The values of all devices, one behind the other in dimension `dim`."""
     ir = mlir.ir
     shape = list(ir.RankedTensorType(value.type).shape)
     shape[dim] *= num_devices
     result_type = ir.RankedTensorType.get(shape, ir.RankedTensorType(value.type).element_type)
     return mlir.hlo.AllGatherOp(
-        [result_type], [value], _int64(mlir, dim), _groups(mlir, num_devices)
+        [result_type],
+        [value],
+        _int64(mlir, dim),
+        _groups(mlir, num_devices),
+        channel_handle=_channel(mlir, channel),
+        use_global_device_ids=channel is not None,
     ).results[0]
 
 
-def all_to_all(mlir: Mlir, value: Value, *, dim: int, num_devices: int) -> Value:
+def all_to_all(
+    mlir: Mlir, value: Value, *, dim: int, num_devices: int, channel: int | None = None
+) -> Value:
     """Part d of dimension `dim` goes to device d; parts arrive in the order of their senders."""
     shape = list(mlir.ir.RankedTensorType(value.type).shape)
     if shape[dim] % num_devices:
         raise ProgramError(f"all_to_all: {shape} in dimension {dim} over {num_devices} devices")
     axis = _int64(mlir, dim)
     return mlir.hlo.AllToAllOp(
-        [value], axis, axis, _int64(mlir, num_devices), _groups(mlir, num_devices)
+        [value],
+        axis,
+        axis,
+        _int64(mlir, num_devices),
+        _groups(mlir, num_devices),
+        channel_handle=_channel(mlir, channel),
+    ).results[0]
+
+
+def ragged_all_to_all(
+    mlir: Mlir,
+    value: Value,
+    init: Value,
+    input_offsets: Value,
+    send_sizes: Value,
+    output_offsets: Value,
+    receive_sizes: Value,
+    *,
+    num_devices: int,
+    channel: int,
+) -> Value:
+    """`init` with runs of lines from all devices in it. For programs of partitions only.
+
+    With k runs for each device, operands are s32 (k * G,), those of a device side by side. libtpu
+    0.0.52 and XLA's CPU compiler die over programs of replicas that have one.
+
+    Args:
+        mlir: bindings, inside their context.
+        value: (n, ...), where the runs are that this device sends.
+        init: (m, ...).
+        input_offsets: first line of each run in `value`.
+        send_sizes: lines of it.
+        output_offsets: where it goes on the device that gets it.
+        receive_sizes: lines that come from each device.
+        num_devices: G.
+        channel: see above.
+    """
+    ir = mlir.ir
+    return mlir.hlo.CustomCallOp(
+        [init.type],
+        [value, init, input_offsets, send_sizes, output_offsets, receive_sizes],
+        call_target_name=ir.StringAttr.get(RAGGED_ALL_TO_ALL),
+        has_side_effect=ir.BoolAttr.get(False),
+        backend_config=ir.DictAttr.get(
+            {"channel_id": _int64(mlir, channel), "replica_groups": _groups(mlir, num_devices)}
+        ),
+        api_version=ir.IntegerAttr.get(ir.IntegerType.get_signless(32), _TYPED_API),
+        called_computations=ir.ArrayAttr.get([]),
     ).results[0]
 
 
 def _groups(mlir: Mlir, num_devices: int) -> Any:
     return mlir.ir.DenseElementsAttr.get(np.arange(num_devices, dtype=np.int64).reshape(1, -1))
+
+
+def _channel(mlir: Mlir, channel: int | None) -> Any:
+    if channel is None:
+        return None
+    return mlir.hlo.ChannelHandle.get(channel, _DEVICE_TO_DEVICE)
 
 
 def _int64(mlir: Mlir, value: int) -> Any:
@@ -334,7 +475,7 @@ def constants(mlir: Mlir, arrays: Sequence[npt.NDArray[Any]]) -> list[Value]:
 
     def attribute(array: npt.NDArray[Any]) -> Any:
         if array.dtype != np.bool_:
-            return ir.DenseElementsAttr.get(np.ascontiguousarray(array))
+            return ir.DenseElementsAttr.get(np.require(array, requirements="C"))
         # One by one: jaxlib 0.10.2 takes a single byte of packed bits for the value of all.
         type_ = ir.RankedTensorType.get(array.shape, ir.IntegerType.get_signless(1))
         return ir.DenseElementsAttr.get([ir.BoolAttr.get(bool(x)) for x in array.flat], type_)

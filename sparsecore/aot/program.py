@@ -1,16 +1,19 @@
 """One training step of one device as StableHLO text, with the facts that describe it.
 
-A program runs on every device (num_replicas = num_devices, one partition). Shapes are those of one
-device: S cores a device, P cores in all, N slots of a device's buffers.
+A program runs on every device: num_replicas = num_devices and one partition, or num_partitions =
+num_devices and one replica where it has pooled stacks, whose exchange compiles for partitions only.
+Nothing else differs. Shapes are those of one device: S cores a device, P cores in all, N slots of a
+device's buffers.
 """
 
 from __future__ import annotations
 
 import dataclasses
 import hashlib
+import itertools
 import json
 import math
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Container, Iterable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from functools import cached_property
 from pathlib import Path
@@ -20,10 +23,12 @@ import numpy as np
 
 from torchrec_tpu.sparsecore.aot import adapter, lowering
 from torchrec_tpu.sparsecore.aot.adapter import Mlir
+from torchrec_tpu.sparsecore.aot.exchange import Exchange, Ids
+from torchrec_tpu.sparsecore.aot.pooled import IDS_PER_LINE, PooledStack, check_cover
 from torchrec_tpu.sparsecore.batch import pointers_per_core
 from torchrec_tpu.sparsecore.capacity import Capacity
 from torchrec_tpu.sparsecore.errors import ProgramError
-from torchrec_tpu.sparsecore.layout import Layout, Stack
+from torchrec_tpu.sparsecore.layout import Layout, Stack, Table
 from torchrec_tpu.sparsecore.optimizers import OptimizerSpec
 from torchrec_tpu.sparsecore.stacking import make_layout
 
@@ -36,7 +41,8 @@ Kind = Literal[
     "table",  # f32 (S * rows_per_core, dim) of one stack
     "slot",  # optimizer state of a stack: as the table, or (S * rows_per_core,)
     "operand",  # f32 scalar of a stack's update, e.g. its learning rate
-    "buffer",  # row_pointers s32 (S * max(P, 8),), embedding_ids, sample_ids s32, gains f32 (N,)
+    "buffer",  # row_pointers s32 (S * max(P, 8),), embedding_ids, sample_ids s32, gains f32 (N,);
+    # of a pooled stack header s32 (1 + P,), ids s32 (lines, words of a line)
     "dense",  # a parameter outside the collections
     "dense_slot",  # its optimizer state
     "dense_operand",  # f32 scalar of the dense update
@@ -57,7 +63,7 @@ ACTIVE: Final = "dense_operand/active"
 """f32 scalar of a pipelined step: 0 while the pipeline fills or drains, when the dense part has no
 batch and must leave everything as it is; else 1."""
 
-FORMAT: Final = 1
+FORMAT: Final = 2
 """Version of the saved form."""
 
 
@@ -134,6 +140,41 @@ class StackFacts:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class PooledFacts:
+    """One pooled stack as the program knows it.
+
+    Attributes:
+        name: of the stack.
+        collection: FQN of its module, "" for the model itself.
+        tables: names, in config order.
+        slots: on all cores.
+        rows: of one device.
+        dim: row width.
+        samples: rows of the activations that a device makes for all devices.
+        blocks: that a device gets, each a feature of a slot for its samples.
+        ids: that a device has room for.
+        max_ids: (P,) the most ids of a device that go to each core.
+        id_bytes: what a device can send of ids in a step.
+        block_bytes: of the blocks that a device gets in lookup, and sends in update.
+        rule: optimizer rule; None for a frozen stack.
+    """
+
+    name: str
+    collection: str
+    tables: tuple[str, ...]
+    slots: int
+    rows: int
+    dim: int
+    samples: int
+    blocks: int
+    ids: int
+    max_ids: tuple[int, ...]
+    id_bytes: int
+    block_bytes: int
+    rule: str | None
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class Expected:
     """What the text must contain; `Program.check` compares."""
 
@@ -141,6 +182,7 @@ class Expected:
     num_updates: int
     collectives: tuple[tuple[str, int], ...]  # kind, e.g. "all_reduce", and bytes of its result
     alias_bytes: int  # tables, slots and donated dense state of one device
+    num_local_lookups: int = 0  # of pooled stacks: in lookup, and in update of tables and slots
 
 
 @dataclass(frozen=True, kw_only=True)  # no slots: `key` is kept
@@ -155,6 +197,7 @@ class Program:
     cores_per_device: int
     mode: Mode
     expected: Expected
+    pooled: tuple[PooledFacts, ...] = ()
 
     def check(self) -> None:
         """Compares the text with what is expected of it; a wrong step cannot pass silently.
@@ -200,6 +243,7 @@ class Program:
             arguments=tuple(Argument(**_tuples(a)) for a in facts.pop("arguments")),
             results=tuple(Result(**_tuples(r)) for r in facts.pop("results")),
             stacks=tuple(StackFacts(**_tuples(s)) for s in facts.pop("stacks")),
+            pooled=tuple(PooledFacts(**_tuples(s)) for s in facts.pop("pooled")),
             expected=Expected(**_tuples(facts.pop("expected"))),
             **facts,
         )
@@ -230,6 +274,7 @@ def trace_step(
     layouts: Mapping[str, Layout] | None = None,
     sequence_ids: Mapping[str, int] | None = None,
     gradient_division: bool = True,
+    pooled: Mapping[str, Sequence[PooledStack]] | None = None,
 ) -> Program:
     """Traces one training step of a device.
 
@@ -254,6 +299,8 @@ def trace_step(
         sequence_ids: KJT key -> the most ids of one device, for sequence features.
         gradient_division: divide the tables' gradients by num_devices, as TorchRec does, so that
             they are those of the mean loss over all devices.
+        pooled: collection -> stacks of tables that stay with owners; `layouts` have the others.
+            Exact mode only.
 
     Raises:
         ProgramError: the model, or a stack of its tables, cannot be a program; says why.
@@ -262,8 +309,16 @@ def trace_step(
     from torchrec_tpu.sparsecore.aot import tracing
 
     adapter.require()
+    pooled = {name: tuple((pooled or {}).get(name, ())) for name in collections}
+    if mode == "pipelined" and any(pooled.values()):
+        raise ProgramError(
+            f"pooled stacks {[s.name for stacks in pooled.values() for s in stacks]}: a pipelined "
+            "step looks ahead of the update, which is not built for them; use mode='exact'"
+        )
     shapes = {}
     for name, collection in collections.items():
+        check_cover(pooled[name])
+        of_owners = {table.name for stack in pooled[name] for table in stack.tables}
         layout = (
             program_layout(
                 collection.layout,
@@ -271,6 +326,7 @@ def trace_step(
                 cores_per_device=cores_per_device,
                 batch_size=batch_size,
                 frozen=[t for t, spec in collection.table_optimizers.items() if spec is None],
+                without=of_owners,
             )
             if layouts is None
             else layouts[name]
@@ -285,13 +341,28 @@ def trace_step(
                 f"{layout.cores_per_device} cores, {layout.num_local_devices} of them local; the "
                 f"program is for {num_devices} of {cores_per_device}, one local"
             )
+        names = sorted([*of_owners, *(table.name for table in layout.tables)])
+        if names != sorted(table.name for table in collection.layout.tables):
+            raise ProgramError(
+                f"collection {name!r}: layout and pooled stacks have tables {names}, expected "
+                f"{[table.name for table in collection.layout.tables]}, each in one of them"
+            )
         shapes[name] = tracing.Shape.of(
-            layout, batch_size=batch_size, sequence_ids=sequence_ids or {}
+            layout,
+            batch_size=batch_size,
+            sequence_ids=sequence_ids or {},
+            pooled=pooled[name],
+            order=[(feature.table, feature.key) for feature in collection.layout.features],
         )
     stacks = [
         _StackPlan.of(name, shapes[name], stack, collection, capacities.get(name, {}))
         for name, collection in collections.items()
         for stack in shapes[name].layout.stacks
+    ]
+    owned = [
+        _PooledPlan.of(name, stack, collection, batch_size, (num_devices, cores_per_device))
+        for name, collection in collections.items()
+        for stack in pooled[name]
     ]
     traced = tracing.trace(
         model,
@@ -306,6 +377,8 @@ def trace_step(
     )
     program = _Assembly(
         stacks=stacks,
+        pooled=owned,
+        batch_size=batch_size,
         traced=traced,
         dense_optimizer=dense_optimizer,
         num_devices=num_devices,
@@ -324,6 +397,7 @@ def program_layout(
     batch_size: int,
     stacks: Literal["auto", "none"] | Sequence[Sequence[str]] = "auto",
     frozen: Iterable[str] = (),
+    without: Container[str] = (),
 ) -> Layout:
     """The tables of `layout` on the devices of a program, as device 0 feeds it.
 
@@ -334,15 +408,25 @@ def program_layout(
         batch_size: samples of one device, which bounds a stack's activations.
         stacks: as in `make_layout`; how `layout` stacks its tables does not matter.
         frozen: tables without updates, which share no stack with others.
+        without: tables that are in no layout, because they are in pooled stacks.
     """
     frozen = set(frozen)
+    tables = [
+        dataclasses.replace(table, group=f"frozen {table.group}") if table.name in frozen else table
+        for table in layout.tables
+        if table.name not in without
+    ]
+    if not tables:
+        return Layout(
+            tables=(),
+            stacks=(),
+            num_devices=num_devices,
+            cores_per_device=cores_per_device,
+            num_local_devices=1,
+            first_local_device=0,
+        )
     return make_layout(
-        [
-            dataclasses.replace(table, group=f"frozen {table.group}")
-            if table.name in frozen
-            else table
-            for table in layout.tables
-        ],
+        tables,
         stacks=stacks,
         num_devices=num_devices,
         cores_per_device=cores_per_device,
@@ -372,20 +456,7 @@ class _StackPlan:
         capacities: Mapping[str, Capacity],
     ) -> _StackPlan:
         tables = [stacked.table for stacked in stack.tables]
-        optimizers = {collection.table_optimizers[table.name] for table in tables}
-        if len(optimizers) > 1:
-            raise ProgramError(
-                f"stack {stack.name!r}: its tables have different optimizers {optimizers}, or some "
-                "are frozen and some not; one call updates them all. Lay them out in several stacks"
-            )
-        (optimizer,) = optimizers
-        has_mean = optimizer and any(slot.width == "scalar" for slot in optimizer.rule.slots)
-        if has_mean and len({table.embedding_dim for table in tables}) > 1:
-            raise ProgramError(
-                f"stack {stack.name!r}: {optimizer} takes a mean over the row, and the rows of "
-                f"{[table.name for table in tables]} have different lengths; lay them out in "
-                "several stacks"
-            )
+        optimizer = _optimizer_of(stack.name, tables, collection)
         if stack.name not in capacities:
             raise ProgramError(
                 f"stack {stack.name!r} of collection {name!r} has no capacity; a compiled program "
@@ -428,11 +499,116 @@ class _StackPlan:
         )
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _PooledPlan:
+    """One pooled stack of one collection, with what its operations need."""
+
+    collection: str
+    stack: PooledStack
+    batch_size: int
+    optimizer: OptimizerSpec | None  # None for a frozen stack
+
+    @classmethod
+    def of(
+        cls,
+        name: str,
+        stack: PooledStack,
+        collection: Collection,
+        batch_size: int,
+        devices_and_cores: tuple[int, int],
+    ) -> _PooledPlan:
+        if (stack.num_devices, stack.cores_per_device) != devices_and_cores:
+            raise ProgramError(
+                f"pooled stack {stack.name!r} is for {stack.num_devices} devices of "
+                f"{stack.cores_per_device} cores, the program for {devices_and_cores[0]} of "
+                f"{devices_and_cores[1]}"
+            )
+        optimizer = _optimizer_of(stack.name, stack.tables, collection)
+        if optimizer and _has_mean(optimizer):
+            dims = {table.name: table.embedding_dim for table in stack.tables}
+            if split := [name for name, dim in dims.items() if dim > stack.width]:
+                raise ProgramError(
+                    f"pooled stack {stack.name!r}: {optimizer} takes a mean over the row, and the "
+                    f"columns of {split} are on several cores; place them table-wise"
+                )
+        return cls(collection=name, stack=stack, batch_size=batch_size, optimizer=optimizer)
+
+    @property
+    def prefix(self) -> str:
+        return f"{self.collection}/{self.stack.name}".lstrip("/")
+
+    @property
+    def facts(self) -> PooledFacts:
+        stack, cores = self.stack, self.stack.cores_per_device
+        line_bytes = 4 * stack.words_per_id * IDS_PER_LINE
+        return PooledFacts(
+            name=stack.name,
+            collection=self.collection,
+            tables=tuple(table.name for table in stack.tables),
+            slots=len(stack.slots),
+            rows=cores * stack.rows_per_core,
+            dim=stack.width,
+            samples=cores * stack.samples_per_core(self.batch_size),
+            blocks=len(stack.blocks),
+            ids=cores * stack.ids_per_core,
+            max_ids=stack.max_ids,
+            id_bytes=sum(stack.lines) * line_bytes,
+            block_bytes=4 * len(stack.blocks) * self.batch_size * stack.width,
+            rule=self.optimizer.rule.name if self.optimizer else None,
+        )
+
+    @property
+    def collectives(self) -> list[tuple[str, int]]:
+        """Kind, and bytes of the result."""
+        stack, cores = self.stack, self.stack.cores_per_device
+        per_line = 4 * stack.words_per_id * IDS_PER_LINE
+        lines = cores * stack.num_devices * stack.max_lines
+        found = [
+            ("all_to_all", 4 * stack.num_cores),
+            (lowering.RAGGED_ALL_TO_ALL, lines * per_line),
+            (lowering.RAGGED_ALL_TO_ALL, self.facts.block_bytes),
+        ]
+        if self.optimizer:
+            found.append((lowering.RAGGED_ALL_TO_ALL, 4 * self.facts.samples * stack.width))
+        return found
+
+    @property
+    def num_local_lookups(self) -> int:
+        """Of the lookup; of its rows' gradients, and of reading and writing table and slots."""
+        return 1 + (1 + 2 * (1 + len(self.optimizer.rule.slots)) if self.optimizer else 0)
+
+
+def _optimizer_of(
+    stack: str, tables: Sequence[Table], collection: Collection
+) -> OptimizerSpec | None:
+    """The one optimizer of a stack's tables."""
+    optimizers = {collection.table_optimizers[table.name] for table in tables}
+    if len(optimizers) > 1:
+        raise ProgramError(
+            f"stack {stack!r}: its tables have different optimizers {optimizers}, or some are "
+            "frozen and some not; one call updates them all. Lay them out in several stacks"
+        )
+    (optimizer,) = optimizers
+    if optimizer and _has_mean(optimizer) and len({table.embedding_dim for table in tables}) > 1:
+        raise ProgramError(
+            f"stack {stack!r}: {optimizer} takes a mean over the row, and the rows of "
+            f"{[table.name for table in tables]} have different lengths; lay them out in several "
+            "stacks"
+        )
+    return optimizer
+
+
+def _has_mean(optimizer: OptimizerSpec) -> bool:
+    return any(slot.width == "scalar" for slot in optimizer.rule.slots)
+
+
 @dataclass(slots=True, kw_only=True)
 class _Assembly:
     """Puts lookups, the traced graphs, collectives and updates together into one function."""
 
     stacks: Sequence[_StackPlan]
+    pooled: Sequence[_PooledPlan]
+    batch_size: int
     traced: Traced
     dense_optimizer: OptimizerSpec
     num_devices: int
@@ -440,6 +616,7 @@ class _Assembly:
     mode: Mode
     _arguments: dict[str, tuple[Argument, Any]] = dataclasses.field(default_factory=dict)
     _values: dict[str, Any] = dataclasses.field(default_factory=dict)
+    _channels: Iterator[int] = dataclasses.field(default_factory=lambda: itertools.count(1))
 
     def build(self) -> Program:
         graphs = [self.traced.gradients, *([self.traced.update] if self.traced.update else [])]
@@ -448,9 +625,12 @@ class _Assembly:
             parts = [mlir.ir.Module.parse(text) for text in texts]
             gradients, *update = map(lowering.public_function, parts)
             self._declare(mlir, gradients)
+            replicas, partitions = self.num_devices, 1
+            if self.pooled:
+                replicas, partitions = partitions, replicas
             module = mlir.ir.Module.parse(
-                f"module @step attributes {{mhlo.num_replicas = {self.num_devices} : i32, "
-                "mhlo.num_partitions = 1 : i32} {}"
+                f"module @step attributes {{mhlo.num_replicas = {replicas} : i32, "
+                f"mhlo.num_partitions = {partitions} : i32}} {{}}"
             )
             types = [type_ for _, type_ in self._arguments.values()]
             with mlir.ir.InsertionPoint(module.body):
@@ -501,6 +681,7 @@ class _Assembly:
                 arguments=tuple(arguments),
                 results=facts,
                 stacks=tuple(plan.facts for plan in self.stacks),
+                pooled=tuple(plan.facts for plan in self.pooled),
                 num_devices=self.num_devices,
                 cores_per_device=self.cores_per_device,
                 mode=self.mode,
@@ -536,7 +717,7 @@ class _Assembly:
         def tensor(shape: Iterable[int], element: Any = f32) -> Any:
             return mlir.ir.RankedTensorType.get(list(shape), element)
 
-        for plan in self.stacks:
+        for plan in (*self.stacks, *self.pooled):
             facts, is_trained = plan.facts, plan.optimizer is not None
             shape = facts.rows, facts.dim
             name = f"{plan.prefix}/table"
@@ -561,6 +742,15 @@ class _Assembly:
                     ("gains", tensor(slots)),
                 ):
                     add(f"{plan.prefix}/{role}:{array}", "buffer", type_, sharded=True)
+
+        for owned in self.pooled:
+            stack = owned.stack
+            line = sum(stack.lines), stack.words_per_id * IDS_PER_LINE
+            for array, type_ in (
+                ("header", tensor((1 + stack.num_cores,), s32)),
+                ("ids", tensor(line, s32)),
+            ):
+                add(f"{owned.prefix}/buffer:{array}", "buffer", type_, sharded=True)
 
         traced = self.traced
         types = list(gradients.type.inputs)
@@ -604,6 +794,14 @@ class _Assembly:
             activations = {p.prefix: values[f"{p.prefix}/carry:activations"] for p in self.stacks}
         else:
             activations = self._lookups(mlir, values)
+        exchange = Exchange(mlir=mlir, batch_size=self.batch_size, channels=self._channels)
+        ids = {}
+        for plan in self.pooled:
+            buffers = (values[f"{plan.prefix}/buffer:{name}"] for name in ("header", "ids"))
+            ids[plan.prefix] = exchange.receive(plan.stack, *buffers)
+            activations[plan.prefix] = exchange.lookup(
+                plan.stack, ids[plan.prefix], values[f"{plan.prefix}/table"]
+            )
 
         rest = iter(
             lowering.inline(
@@ -612,7 +810,7 @@ class _Assembly:
                     *(values[f"dense/{name}"] for name in (*traced.trained, *traced.frozen)),
                     *(values[f"input/{name}"] for name in traced.inputs),
                     *(values[f"{name}/lengths".lstrip("/")] for name in traced.lengths),
-                    *(activations[plan.prefix] for plan in self.stacks),
+                    *(activations["/".join(filter(None, key))] for key in traced.activations),
                     *lowering.constants(mlir, traced.gradients.constants),
                 ],
             )
@@ -620,16 +818,20 @@ class _Assembly:
         loss = next(rest)
         outputs = {name: next(rest) for name in traced.outputs}
         dense_gradients = [next(rest) for _ in traced.trained]
-        of_activations = {plan.prefix: next(rest) for plan in self.stacks if plan.optimizer}
+        trained = {plan.prefix for plan in (*self.stacks, *self.pooled) if plan.optimizer}
+        names = ["/".join(filter(None, key)) for key in traced.activations]
+        of_activations = {name: next(rest) for name in names if name in trained}
         if self.num_devices > 1:
-            *dense_gradients, loss = lowering.all_reduce(
-                mlir, [*dense_gradients, loss], num_devices=self.num_devices
-            )
+            *dense_gradients, loss = self._sums(mlir, [*dense_gradients, loss])
             count = np.array(self.num_devices, np.float32)
             loss = mlir.hlo.divide(loss, mlir.hlo.constant(mlir.ir.DenseElementsAttr.get(count)))
         dense = self._dense_update(mlir, update, dense_gradients)
         if not self._is_pipelined:
             tables = self._updates(mlir, module, of_activations, "buffer")
+        for plan in self.pooled:
+            tables |= self._pooled_update(
+                exchange, plan, ids[plan.prefix], of_activations.get(plan.prefix)
+            )
         results = tables | dense | {"loss": loss} | outputs
         if self._is_pipelined:
             for plan in self.stacks:
@@ -637,6 +839,18 @@ class _Assembly:
                 if plan.optimizer:
                     results[f"{plan.prefix}/carry:gradients"] = of_activations[plan.prefix]
         return results
+
+    def _sums(self, mlir: Mlir, values: Sequence[Any]) -> list[Any]:
+        """Of each value over all devices."""
+        if not self.pooled:
+            return lowering.all_reduce(mlir, values, num_devices=self.num_devices)
+        return [  # XLA takes them one by one from partitions, and libtpu joins them again
+            total
+            for value in values
+            for total in lowering.all_reduce(
+                mlir, [value], num_devices=self.num_devices, channel=next(self._channels)
+            )
+        ]
 
     def _buffers(self, plan: _StackPlan, role: str) -> lowering.Buffers:
         names = ("row_pointers", "embedding_ids", "sample_ids", "gains")
@@ -684,6 +898,28 @@ class _Assembly:
             new |= dict(zip(names, results, strict=True))
         return new
 
+    def _pooled_update(
+        self, exchange: Exchange, plan: _PooledPlan, ids: Ids, grad: Any
+    ) -> dict[str, Any]:
+        """Name -> new value of table and slots."""
+        if not plan.optimizer:
+            return {}
+        rule = plan.optimizer.rule
+        names = [f"{plan.prefix}/table"]
+        names += [f"{plan.prefix}/slot:{slot.name}" for slot in rule.slots]
+        table, *slots = (self._values[name] for name in names)
+        results = exchange.update(
+            plan.stack,
+            ids,
+            grad,
+            table,
+            slots,
+            [self._values[f"{plan.prefix}/operand:{operand}"] for operand in rule.operands],
+            rule=rule,
+            logical_dim=plan.stack.tables[0].embedding_dim,
+        )
+        return dict(zip(names, results, strict=True))
+
     def _dense_update(self, mlir: Mlir, update: Any, gradients: Sequence[Any]) -> dict[str, Any]:
         """Name -> new value of all dense parameters and their slots."""
         if self.traced.update is None:
@@ -702,12 +938,18 @@ class _Assembly:
         return dict(zip(names, lowering.inline(update, [*gradients, *values]), strict=True))
 
     def _expected(self, arguments: Sequence[Argument]) -> Expected:
-        trained = [a for a in arguments if a.kind == "dense" and a.donated]
-        reduced = sum(a.num_bytes for a in trained) + ITEM_BYTES["f32"]  # and the loss
+        reduced = [a.num_bytes for a in arguments if a.kind == "dense" and a.donated]
+        reduced.append(ITEM_BYTES["f32"])  # the loss
+        if not self.pooled:
+            reduced = [sum(reduced)]
+        if self.num_devices == 1:
+            reduced = []
+        of_owners = [pair for plan in self.pooled for pair in plan.collectives]
         return Expected(
+            num_local_lookups=sum(plan.num_local_lookups for plan in self.pooled),
             num_lookups=len(self.stacks),
             num_updates=sum(plan.optimizer is not None for plan in self.stacks),
-            collectives=(("all_reduce", reduced),) if self.num_devices > 1 else (),
+            collectives=(*(("all_reduce", num_bytes) for num_bytes in reduced), *of_owners),
             alias_bytes=sum(a.num_bytes for a in arguments if a.donated),
         )
 

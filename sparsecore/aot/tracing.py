@@ -23,8 +23,9 @@ from torch.fx.experimental.proxy_tensor import make_fx
 from torch.utils._pytree import tree_leaves
 
 from torchrec_tpu.sparsecore.aot.adapter import Graph, graph_of
+from torchrec_tpu.sparsecore.aot.pooled import PooledStack
 from torchrec_tpu.sparsecore.errors import ProgramError
-from torchrec_tpu.sparsecore.layout import Combiner, Layout, Stack, round_up
+from torchrec_tpu.sparsecore.layout import Combiner, Layout, Stack, Table, round_up
 from torchrec_tpu.sparsecore.optimizers import OptimizerSpec
 from torchrec_tpu.sparsecore.rules import Ops
 
@@ -66,15 +67,27 @@ class Shape:
         batch_size: B.
         num_samples: (F,) stack order: B, or the most ids of a sequence feature.
         samples_per_core: (F,) stack order: n, with padding.
+        pooled: stacks of the tables that are not in the layout.
+        order: (table, feature) of all features in config order; those of the layout unless given.
     """
 
     layout: Layout
     batch_size: int
     num_samples: tuple[int, ...]
     samples_per_core: tuple[int, ...]
+    pooled: tuple[PooledStack, ...] = ()
+    order: tuple[tuple[str, str], ...] = ()
 
     @classmethod
-    def of(cls, layout: Layout, *, batch_size: int, sequence_ids: Mapping[str, int]) -> Shape:
+    def of(
+        cls,
+        layout: Layout,
+        *,
+        batch_size: int,
+        sequence_ids: Mapping[str, int],
+        pooled: Sequence[PooledStack] = (),
+        order: Sequence[tuple[str, str]] = (),
+    ) -> Shape:
         """The shape for batches of up to `batch_size` samples and `sequence_ids[key]` ids.
 
         Raises:
@@ -97,12 +110,26 @@ class Shape:
             batch_size=batch_size,
             num_samples=tuple(num_samples),
             samples_per_core=tuple(round_up(n, cores) // cores for n in num_samples),
+            pooled=tuple(pooled),
+            order=tuple(order) or tuple((f.table, f.key) for f in layout.features),
         )
 
     @property
     def has_sequences(self) -> bool:
         """Whether forward needs the batch's lengths."""
         return any(f.combiner is Combiner.NONE for f in self.layout.features)
+
+    def activations(self) -> dict[str, tuple[int, int]]:
+        """Shape of each stack's activations on a device, by name."""
+        shapes = {stack.name: (self.samples(stack), stack.dim) for stack in self.layout.stacks}
+        return shapes | {
+            stack.name: (len(stack.blocks), self.batch_size * stack.width) for stack in self.pooled
+        }
+
+    def tables_of(self) -> dict[str, tuple[Table, ...]]:
+        """Tables of each stack, by name."""
+        tables = {s.name: tuple(t.table for t in s.tables) for s in self.layout.stacks}
+        return tables | {stack.name: stack.tables for stack in self.pooled}
 
     def of_stack(self, stack: Stack) -> tuple[int, ...]:
         """N of each feature of a stack."""
@@ -120,7 +147,7 @@ class Shape:
         """
         layout = self.layout
         cores = layout.num_local_cores
-        rows: dict[int, Tensor] = {}  # by config index
+        rows: dict[tuple[str, str], Tensor] = {}  # by (table, feature)
         num_samples = iter(self.num_samples)
         for stack in layout.stacks:
             by_core = activations[stack.name].view(cores, -1, stack.dim)
@@ -129,10 +156,24 @@ class Shape:
                 dim = layout.stacked_table(feature.table).table.embedding_dim
                 samples = part.reshape(-1, stack.dim)
                 count = next(num_samples)
-                rows[feature.config_index] = _narrow(_narrow(samples, 0, count), 1, dim)
-        is_sequence = layout.features[0].combiner is Combiner.NONE
-        in_order = [rows[index] for index in range(len(rows))]
-        return torch.cat(in_order, dim=0 if is_sequence else 1).view(tuple(out_shape))
+                rows[feature.table, feature.key] = _narrow(_narrow(samples, 0, count), 1, dim)
+        rows |= self._pooled_rows(activations)
+        in_order = [rows[pair] for pair in self.order]
+        return torch.cat(in_order, dim=0 if self.has_sequences else 1).view(tuple(out_shape))
+
+    def _pooled_rows(self, activations: Mapping[str, Tensor]) -> dict[tuple[str, str], Tensor]:
+        """(table, feature) -> (B, D) from the blocks of pooled stacks."""
+        parts: dict[tuple[str, str], dict[int, list[Tensor]]] = {}  # by first column
+        for stack in self.pooled:
+            blocks = activations[stack.name].view(-1, self.batch_size, stack.width).unbind(0)
+            for block, tensor in zip(stack.blocks, blocks, strict=True):
+                columns = parts.setdefault((block.slot.table, block.feature), {})
+                part = _narrow(tensor, 1, stack.columns(block.slot))
+                columns.setdefault(block.slot.column, []).append(part)
+        return {
+            pair: torch.cat([sum(columns[c][1:], columns[c][0]) for c in sorted(columns)], dim=1)
+            for pair, columns in parts.items()
+        }
 
 
 def _narrow(tensor: Tensor, dim: int, size: int) -> Tensor:
@@ -267,10 +308,10 @@ def trace(
     buffers = dict(model.named_buffers())
     batch = _Inputs(tensors_in(example))
     optimizers = {  # of the stacks that are trained
-        (name, stack.name): spec
+        (name, stack): spec
         for name, collection in collections.items()
-        for stack in shapes[name].layout.stacks
-        for spec in [collection.table_optimizers[stack.tables[0].table.name]]
+        for stack, members in shapes[name].tables_of().items()
+        for spec in [collection.table_optimizers[members[0].name]]
         if spec is not None
     }
 
@@ -288,9 +329,9 @@ def trace(
             if shape.has_sequences
         }
         activations = {
-            (name, stack.name): torch.empty(shape.samples(stack), stack.dim)
+            (name, stack): torch.empty(of_stack)
             for name, shape in shapes.items()
-            for stack in shape.layout.stacks
+            for stack, of_stack in shape.activations().items()
         }
 
     def differentiate(
@@ -447,7 +488,7 @@ def _replaced(
     activations: Mapping[tuple[str, str], Tensor],
     lengths: Tensor | None,
 ) -> AbstractContextManager[None]:
-    stacks = {stack.name: activations[name, stack.name] for stack in shape.layout.stacks}
+    stacks = {stack: activations[name, stack] for stack in shape.activations()}
     return collection.replaced_lookup(
         lambda out_shape: shape.output(stacks, out_shape),
         batch_size=shape.batch_size,
