@@ -158,7 +158,7 @@ def fit_pooled(
                 max_ids=tuple(
                     max(1, math.ceil(count * (1 + headroom))) if slots else 0
                     for count, slots in zip(
-                        most[fqn, stack.name].tolist(), stack.of_core, strict=True
+                        most[fqn, stack.name].tolist(), stack.of_device, strict=True
                     )
                 ),
             )

@@ -116,7 +116,7 @@ class Placement:
         found = {
             prefix: (
                 stack.cores_per_device * stack.rows_per_core,
-                stack.width,
+                stack.core_width,
                 stack.cores_per_device * stack.samples_per_core(self._batch_size),
                 stack.max_ids,
             )
@@ -124,7 +124,7 @@ class Placement:
         }
         if found != expected:
             raise ProgramError(
-                f"pooled stacks have (rows, width, samples, max_ids) of a device {found} for "
+                f"pooled stacks have (rows, columns, samples, max_ids) {found} of a device for "
                 f"batch_size={self._batch_size}, in the program {expected}; pass those that it was "
                 "traced with"
             )

@@ -5,7 +5,7 @@ when the program is made. Owners look up, add up gradients, and add to their tab
 SparseCore call (`lowering.local_lookup`). It wants its samples in ascending order, so rows are
 sorted before an update, which also brings together what several devices have looked up.
 
-Legend: as in `pooled`; N = G * K ids of a core, D row width.
+Legend: as in `pooled`; N = G * K ids of a device.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ _LANES = 128  # elements of a TPU vector register's row
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Ids:
-    """Ids that a device's cores have got, (S * N,), core by core, ascending by sample."""
+    """Ids that a device has got, (N,), ascending by sample."""
 
     rows: Value  # s32
     samples: Value  # s32
@@ -56,44 +56,42 @@ class Exchange:
 
         Args:
             stack: of the ids.
-            header: s32 (1 + P,), the number of this device, and lines for each core. (A program of
-                partitions without shardings may not ask for the number.)
+            header: s32 (1 + G,), the number of this device, and lines for each device. (A program
+                of partitions without shardings may not ask for the number.)
             ids: s32 (lines, words * 128), as `PooledStack.pack_ids` makes them.
         """
         self._device = self._reshaped(self._slice(header, 0, 1))
-        sizes = self._slice(header, 1, 1 + stack.num_cores)
-        devices, cores = stack.num_devices, stack.cores_per_device
-        lines, words = stack.max_lines, stack.words_per_id
-        per_device = stack.max_blocks * self.batch_size
-        shape = f"tensor<{cores}x{devices}x{lines}x{IDS_PER_LINE}xi32>"
-        total, line = cores * devices * lines, words * IDS_PER_LINE
-        joined = f"tensor<{cores}x{devices}x{lines}x{line}xi32>"
+        devices, lines, words = stack.num_devices, stack.max_lines, stack.words_per_id
+        sizes = self._slice(header, 1, 1 + devices)
+        per_device = stack.max_features * self.batch_size
+        shape = f"tensor<{devices}x{lines}x{IDS_PER_LINE}xi32>"
+        total, line = devices * lines, words * IDS_PER_LINE
+        joined = f"tensor<{devices}x{lines}x{line}xi32>"
         parts = ["%row", "%sample", "%zero"][:words]
         (init,) = self._inline(
             f"""
             func.func private @padding() -> tensor<{total}x{line}xi32> {{
               %row = stablehlo.constant dense<{stack.dummy_row}> : {shape}
               %zero = stablehlo.constant dense<0> : {shape}
-              %source = stablehlo.iota dim = 1 : {shape}
+              %source = stablehlo.iota dim = 0 : {shape}
               %samples = stablehlo.constant dense<{per_device}> : {shape}
               %last = stablehlo.constant dense<{per_device - 1}> : {shape}
               %first = stablehlo.multiply %source, %samples : {shape}
               %sample = stablehlo.add %first, %last : {shape}
-              %all = stablehlo.concatenate {", ".join(parts)}, dim = 3
+              %all = stablehlo.concatenate {", ".join(parts)}, dim = 2
                 : ({", ".join([shape] * words)}) -> {joined}
               %flat = stablehlo.reshape %all : ({joined}) -> tensor<{total}x{line}xi32>
               return %flat : tensor<{total}x{line}xi32>
             }}""",
             [],
         )
-        core = np.arange(stack.num_cores) % cores
         received = self._ragged(
             stack,
             ids,
             init,
             self._constant(_starts(stack.lines)),
             sizes,
-            self._plus_device(core * devices * lines, lines),
+            self._plus_device(np.zeros(devices), lines),
             lowering.all_to_all(
                 self.mlir, sizes, dim=0, num_devices=devices, channel=next(self.channels)
             ),
@@ -104,34 +102,32 @@ class Exchange:
         return Ids(rows=rows, samples=samples, gains=self._gains(stack, rows, bits))
 
     def lookup(self, stack: PooledStack, ids: Ids, table: Value) -> Value:
-        """The blocks of this device, f32 (blocks, B * D), pooled by their owners.
+        """The blocks of this device, f32 (blocks, B * C), pooled by their owners.
 
         Args:
             stack: of the table.
             ids: from `receive`.
-            table: f32 (S * R, D).
+            table: f32 (S * R, C).
         """
-        devices, cores, width = stack.num_devices, stack.cores_per_device, stack.width
-        blocks = stack.max_blocks
+        devices, cores, width = stack.num_devices, stack.cores_per_device, stack.core_width
         activations = lowering.local_lookup(
             self.mlir,
             table,
-            ids.rows,
-            ids.samples,
-            ids.gains,
+            self._on_cores(stack, ids.rows),
+            self._on_cores(stack, ids.samples),
+            self._on_cores(stack, ids.gains),
             self._zeros(cores * stack.samples_per_core(self.batch_size), width),
         )
         block_width = self.batch_size * width
-        source, core = np.divmod(np.arange(devices * cores), cores)
-        counts = np.array(stack.num_blocks)
+        device, core = np.divmod(np.arange(devices * cores), cores)
         return self._ragged(
             stack,
-            self._reshaped(activations, cores * devices * blocks, block_width),
+            self._reshaped(activations, -1, block_width),
             self._zeros(len(stack.blocks), block_width),
-            self._constant((core * devices + source) * blocks),
-            self._of_device(counts, cores),
-            self._of_device(_starts(counts), cores),
-            self._constant(counts),
+            self._constant((core * devices + device) * stack.max_features),
+            self._of_device(_blocks(stack), cores),
+            self._of_device(_starts(_blocks(stack)), cores),
+            self._constant(_blocks(stack)),
         )
 
     def update(
@@ -151,51 +147,47 @@ class Exchange:
         Args:
             stack: of the table.
             ids: from `receive`.
-            grad: f32 (blocks, B * D), gradients of the blocks.
-            table: f32 (S * R, D).
-            slots: in rule order, f32 (S * R, D) or (S * R,).
+            grad: f32 (blocks, B * C), gradients of the blocks.
+            table: f32 (S * R, C).
+            slots: in rule order, f32 (S * R, C) or (S * R,).
             operands: in rule order, f32 scalars.
             rule: what updates a row.
             logical_dim: elements that a mean over the row counts.
         """
-        devices, cores, width = stack.num_devices, stack.cores_per_device, stack.width
-        blocks, num_ids = stack.max_blocks, cores * stack.ids_per_core
-        block_width = self.batch_size * width
-        counts = np.array(stack.num_blocks)
-        core = np.arange(stack.num_cores) % cores
+        devices, cores, width = stack.num_devices, stack.cores_per_device, stack.core_width
+        num_ids, features = cores * stack.num_ids, stack.max_features
+        core = np.tile(np.arange(cores), devices)
         received = self._ragged(
             stack,
             grad,
-            self._zeros(cores * devices * blocks, block_width),
-            self._constant(_starts(counts)),
-            self._constant(counts),
-            self._plus_device(core * devices * blocks, blocks),
-            self._of_device(counts, cores),
+            self._zeros(cores * devices * features, self.batch_size * width),
+            self._constant(_starts(_blocks(stack))),
+            self._constant(_blocks(stack)),
+            self._plus_device(core * devices * features, features),
+            self._of_device(_blocks(stack), cores),
         )
-        of_samples = self._reshaped(
-            received, cores * stack.samples_per_core(self.batch_size), width
+        rows, samples, gains, first, is_new, place, one = (
+            self._on_cores(stack, value) for value in self._merged(stack, ids)
         )
-        rows, samples, gains, first, is_new, place, one = self._merged(stack, ids)
         of_rows = lowering.local_lookup(
-            self.mlir, of_samples, samples, first, gains, self._zeros(num_ids, width)
+            self.mlir,
+            self._reshaped(received, -1, width),
+            samples,
+            first,
+            gains,
+            self._zeros(num_ids, width),
         )  # the sum of all gradients of a row is where the row is first
-
-        def on_core(value: Value) -> Value:
-            return value if len(value.type.shape) == 2 else self._reshaped(value, -1, 1)
-
-        stored = [on_core(value) for value in (table, *slots)]
+        stored = [
+            value if len(value.type.shape) == 2 else self._reshaped(value, -1, 1)
+            for value in (table, *slots)
+        ]
         old = [
             lowering.local_lookup(
-                self.mlir,
-                value,
-                rows,
-                place,
-                one,
-                self._zeros(num_ids, value.type.shape[1]),
+                self.mlir, value, rows, place, one, self._zeros(num_ids, value.type.shape[1])
             )
             for value in stored
         ]
-        changes = self._changes(rule, logical_dim, of_rows, old, operands)
+        changes = self._changes(stack, rule, logical_dim, of_rows, old, operands)
         return [
             self._reshaped(
                 lowering.local_lookup(self.mlir, change, first, rows, is_new, value),
@@ -206,108 +198,94 @@ class Exchange:
 
     def _changes(
         self,
+        stack: PooledStack,
         rule: Rule,
         logical_dim: int,
         grad: Value,
         old: Sequence[Value],
         operands: Sequence[Value],
     ) -> list[Value]:
-        """What `rule` adds to rows and slots, (S * N, D) or (S * N, 1)."""
-        num_ids, width = grad.type.shape
-        dim = width
-        if all(slot.width == "row" for slot in rule.slots):  # element by element
-            num_ids, dim = num_ids * width // _LANES, _LANES
+        """What `rule` adds to rows and slots, (S * N, C) or (S * N, 1)."""
+        has_mean = any(slot.width == "scalar" for slot in rule.slots)
+        count, dim = stack.num_ids, stack.width
+        if not has_mean:  # element by element, whatever row it is in
+            count, dim = count * dim // _LANES, _LANES
         function = stablehlo(
-            rule, dim=dim, logical_dim=logical_dim if dim == width else None, name="rule"
+            rule, dim=dim, logical_dim=logical_dim if has_mean else None, name="rule"
         )
 
         def as_rule_wants(value: Value) -> Value:
-            shape = (num_ids,) if value.type.shape[1] == 1 else (num_ids, dim)
-            return self._reshaped(value, *shape)
+            if not has_mean:
+                return self._reshaped(value, count, dim)
+            if value.type.shape[1] == 1:  # every core has a copy
+                return self._reshaped(self._rows(value, count), count)
+            return self._whole_rows(stack, value)
+
+        def as_stored(value: Value) -> Value:
+            if not has_mean:
+                return self._reshaped(value, -1, stack.core_width)
+            if len(value.type.shape) == 1:
+                return self._reshaped(self._on_cores(stack, value), -1, 1)
+            return self._parts_of_rows(stack, value)
 
         before = [as_rule_wants(value) for value in old]
         after = lowering.apply_rule(
-            self.mlir, function, num_ids, [as_rule_wants(grad), *before, *operands]
+            self.mlir, function, count, [as_rule_wants(grad), *before, *operands]
         )
         return [
-            self._reshaped(self.mlir.hlo.subtract(new, was), *value.type.shape)
-            for new, was, value in zip(after, before, old, strict=True)
+            as_stored(self.mlir.hlo.subtract(new, was))
+            for new, was in zip(after, before, strict=True)
         ]
 
     def _merged(self, stack: PooledStack, ids: Ids) -> list[Value]:
-        """The ids of each core sorted by row and sample, and what brings equal rows together.
+        """The ids sorted by row and sample, and what brings equal rows together.
 
         Returns:
             rows, samples, gains; first: where each row is first; is_new: 1 there, else 0, and 0 for
-            padding; place: 0, 1, ..; one: 1, 1, ... All (S * N,).
+            padding; place: 0, 1, ..; one: 1, 1, ... All (N,).
         """
-        cores, count = stack.cores_per_device, stack.ids_per_core
-        flat, of_cores = f"{cores * count}x", f"{cores}x{count}x"
-
-        def tensor(element: str, shape: str = of_cores) -> str:
-            return f"tensor<{shape}{element}>"
-
-        def as_cores(name: str, element: str) -> str:
-            types = f"({tensor(element, flat)}) -> {tensor(element)}"
-            return f"%{name} = stablehlo.reshape %{name}_in : {types}"
-
-        def as_flat(name: str, value: str, element: str) -> str:
-            return (
-                f"%{name} = stablehlo.reshape {value} : ({tensor(element)}) -> "
-                f"{tensor(element, flat)}"
-            )
-
-        i32, f32, i1 = tensor("i32"), tensor("f32"), tensor("i1")
-        keep, later = f"{cores}x{count - 1}x", f"0:{cores}, "
+        count = stack.num_ids
+        i32, f32, i1 = (f"tensor<{count}x{element}>" for element in ("i32", "f32", "i1"))
+        ints, more = "tensor<i32>", ", %g" if stack.has_gains else ""
+        types = ", ".join([i32, i32, *([f32] if stack.has_gains else [])])
+        gain_arguments = ", %e: tensor<f32>, %f: tensor<f32>" if stack.has_gains else ""
         text = f"""
-        func.func private @merged(%r_in: {tensor("i32", flat)}, %s_in: {tensor("i32", flat)},
-            %g_in: {tensor("f32", flat)}) -> ({tensor("i32", flat)}, {tensor("i32", flat)},
-            {tensor("f32", flat)}, {tensor("i32", flat)}, {tensor("f32", flat)},
-            {tensor("i32", flat)}, {tensor("f32", flat)}) {{
-          {as_cores("r", "i32")}
-          {as_cores("s", "i32")}
-          {as_cores("g", "f32")}
-          %sorted:3 = "stablehlo.sort"(%r, %s, %g) <{{dimension = 1 : i64, is_stable = false}}> ({{
-            ^bb0(%a: tensor<i32>, %b: tensor<i32>, %c: tensor<i32>, %d: tensor<i32>,
-                 %e: tensor<f32>, %f: tensor<f32>):
-              %less = stablehlo.compare LT, %a, %b : (tensor<i32>, tensor<i32>) -> tensor<i1>
-              %same = stablehlo.compare EQ, %a, %b : (tensor<i32>, tensor<i32>) -> tensor<i1>
-              %then = stablehlo.compare LT, %c, %d : (tensor<i32>, tensor<i32>) -> tensor<i1>
+        func.func private @merged(%r: {i32}, %s: {i32}, %g: {f32}) -> ({i32}, {i32}, {f32}, {i32},
+            {f32}, {i32}, {f32}) {{
+          %sorted:{2 + stack.has_gains} = "stablehlo.sort"(%r, %s{more}) <{{
+              dimension = 0 : i64, is_stable = false}}> ({{
+            ^bb0(%a: {ints}, %b: {ints}, %c: {ints}, %d: {ints}{gain_arguments}):
+              %less = stablehlo.compare LT, %a, %b : ({ints}, {ints}) -> tensor<i1>
+              %same = stablehlo.compare EQ, %a, %b : ({ints}, {ints}) -> tensor<i1>
+              %then = stablehlo.compare LT, %c, %d : ({ints}, {ints}) -> tensor<i1>
               %both = stablehlo.and %same, %then : tensor<i1>
               %any = stablehlo.or %less, %both : tensor<i1>
               stablehlo.return %any : tensor<i1>
-          }}) : ({i32}, {i32}, {f32}) -> ({i32}, {i32}, {f32})
-          %none = stablehlo.constant dense<-1> : tensor<{cores}x1xi32>
-          %most = stablehlo.slice %sorted#0 [{later}0:{count - 1}]
-            : ({i32}) -> {tensor("i32", keep)}
-          %before = stablehlo.concatenate %none, %most, dim = 1
-            : (tensor<{cores}x1xi32>, {tensor("i32", keep)}) -> {i32}
+          }}) : ({types}) -> ({types})
+          %none = stablehlo.constant dense<-1> : tensor<1xi32>
+          %most = stablehlo.slice %sorted#0 [0:{count - 1}] : ({i32}) -> tensor<{count - 1}xi32>
+          %before = stablehlo.concatenate %none, %most, dim = 0
+            : (tensor<1xi32>, tensor<{count - 1}xi32>) -> {i32}
           %differs = stablehlo.compare NE, %sorted#0, %before : ({i32}, {i32}) -> {i1}
-          %place = stablehlo.iota dim = 1 : {i32}
+          %place = stablehlo.iota dim = 0 : {i32}
           %zero = stablehlo.constant dense<0> : {i32}
           %begins = stablehlo.select %differs, %place, %zero : {i1}, {i32}
-          %start = stablehlo.constant dense<0> : tensor<i32>
+          %start = stablehlo.constant dense<0> : {ints}
           %first = "stablehlo.reduce_window"(%begins, %start) <{{
-              window_dimensions = array<i64: 1, {count}>, window_strides = array<i64: 1, 1>,
-              padding = dense<[[0, 0], [{count - 1}, 0]]> : tensor<2x2xi64>}}> ({{
-            ^bb0(%a: tensor<i32>, %b: tensor<i32>):
-              %c = stablehlo.maximum %a, %b : tensor<i32>
-              stablehlo.return %c : tensor<i32>
-          }}) : ({i32}, tensor<i32>) -> {i32}
+              window_dimensions = array<i64: {count}>, window_strides = array<i64: 1>,
+              padding = dense<[[{count - 1}, 0]]> : tensor<1x2xi64>}}> ({{
+            ^bb0(%a: {ints}, %b: {ints}):
+              %c = stablehlo.maximum %a, %b : {ints}
+              stablehlo.return %c : {ints}
+          }}) : ({i32}, {ints}) -> {i32}
           %dummy = stablehlo.constant dense<{stack.dummy_row}> : {i32}
           %is_id = stablehlo.compare NE, %sorted#0, %dummy : ({i32}, {i32}) -> {i1}
           %counts = stablehlo.and %differs, %is_id : {i1}
           %new = stablehlo.convert %counts : ({i1}) -> {f32}
-          %ones = stablehlo.constant dense<1.0> : {tensor("f32", flat)}
-          {as_flat("o0", "%sorted#0", "i32")}
-          {as_flat("o1", "%sorted#1", "i32")}
-          {as_flat("o2", "%sorted#2", "f32")}
-          {as_flat("o3", "%first", "i32")}
-          {as_flat("o4", "%new", "f32")}
-          {as_flat("o5", "%place", "i32")}
-          return %o0, %o1, %o2, %o3, %o4, %o5, %ones : {tensor("i32", flat)},
-            {tensor("i32", flat)}, {tensor("f32", flat)}, {tensor("i32", flat)},
-            {tensor("f32", flat)}, {tensor("i32", flat)}, {tensor("f32", flat)}
+          %once = stablehlo.convert %is_id : ({i1}) -> {f32}
+          %one = stablehlo.constant dense<1.0> : {f32}
+          return %sorted#0, %sorted#1, {"%sorted#2" if stack.has_gains else "%once"}, %first, %new,
+            %place, %one : {i32}, {i32}, {f32}, {i32}, {f32}, {i32}, {f32}
         }}"""
         return self._inline(text, [ids.rows, ids.samples, ids.gains])
 
@@ -326,7 +304,7 @@ class Exchange:
         )
 
     def _gains(self, stack: PooledStack, rows: Value, bits: Sequence[Value]) -> Value:
-        """f32 (S * N,): what came, or 1 for ids and 0 for padding."""
+        """f32 (N,): what came, or 1 for ids and 0 for padding."""
         ir, hlo = self.mlir.ir, self.mlir.hlo
         type_ = ir.RankedTensorType.get(rows.type.shape, ir.F32Type.get())
         if bits:
@@ -351,6 +329,33 @@ class Exchange:
             array([*shape[:-1], end]),
             array([1] * len(shape)),
         )
+
+    def _on_cores(self, stack: PooledStack, value: Value) -> Value:
+        """A vector once for each core."""
+        cores = stack.cores_per_device
+        return value if cores == 1 else self.mlir.hlo.concatenate([value] * cores, 0)
+
+    def _rows(self, value: Value, count: int) -> Value:
+        """The first rows."""
+        array = self.mlir.ir.DenseI64ArrayAttr.get
+        width = value.type.shape[1]
+        return self.mlir.hlo.slice(value, array([0, 0]), array([count, width]), array([1, 1]))
+
+    def _whole_rows(self, stack: PooledStack, value: Value) -> Value:
+        """(N, width) from the parts of rows (S * N, C) that the cores have."""
+        shape = stack.cores_per_device, stack.num_ids, stack.core_width
+        return self._reshaped(
+            self._swapped(self._reshaped(value, *shape)), stack.num_ids, stack.width
+        )
+
+    def _parts_of_rows(self, stack: PooledStack, value: Value) -> Value:
+        """Undoes `_whole_rows`."""
+        shape = stack.num_ids, stack.cores_per_device, stack.core_width
+        return self._reshaped(self._swapped(self._reshaped(value, *shape)), -1, stack.core_width)
+
+    def _swapped(self, value: Value) -> Value:
+        """The first two of three dimensions exchanged."""
+        return self.mlir.hlo.transpose(value, self.mlir.ir.DenseI64ArrayAttr.get([1, 0, 2]))
 
     def _zeros(self, *shape: int) -> Value:
         ir = self.mlir.ir
@@ -379,7 +384,7 @@ class Exchange:
         return self.mlir.hlo.add(base, self.mlir.hlo.broadcast_in_dim(base.type, shift, empty))
 
     def _of_device(self, values: Any, cores: int) -> Value:
-        """s32 (G * S,): the values (P,) of this device's cores, again and again."""
+        """s32 (G * S,): the values (G * S,) of this device's cores, again and again."""
         ir, hlo = self.mlir.ir, self.mlir.hlo
         table = np.asarray(values, np.int32)
         first = hlo.multiply(self._device, self._constant(cores))
@@ -397,3 +402,8 @@ class Exchange:
 def _starts(sizes: Sequence[int] | Any) -> Any:
     """Where parts of these sizes begin, end to end."""
     return np.array([0, *itertools.accumulate(sizes)])[:-1]
+
+
+def _blocks(stack: PooledStack) -> Any:
+    """(G * S,) blocks that each core makes for each device."""
+    return np.repeat(stack.num_features, stack.cores_per_device)

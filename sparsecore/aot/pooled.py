@@ -1,21 +1,22 @@
 """Tables whose rows stay with an owner: their ids travel there, pooled vectors travel back.
 
-A slot is a rectangle of a table, all of its rows or some, `width` columns or fewer, on one core.
-Slots of one width make a stack. On every device a stack is one array (S * R, width), and a core's
-slots lie end to end in its part of it; the last row of each core belongs to no table.
+A slot is a rectangle of a table on one device: all of its rows or some, `width` columns or fewer.
+Each of the device's cores has an equal part of the columns, and sees all of the device's ids. Slots
+of one width make a stack. On every device a stack is one array (S * R, C), and a core's slots lie
+end to end in its part of it; the last row of each core belongs to no table.
 
-For each step a device sends to each core the ids of its own batch that the core's slots hold. The
-core adds up their rows, one block (B, width) for each feature of each slot and each source device,
-and sends the blocks home. Gradients take the way back, and the core updates its rows.
+For each step a device sends to each device the ids of its own batch that the other's slots hold.
+The cores there add up their rows, a block (B, C) for each feature of each slot and each source
+device, and send the blocks home. Gradients take the way back, and the cores update their rows.
 
-Legend: G devices, S cores of a device, P cores in all, R rows of a core, B samples of a device, K
-ids of a device that a core can get, F blocks of the core that has most.
+Legend: G devices, S cores of a device, R rows of a core, C = width / S columns of a core, B samples
+of a device, K ids that a device can get from one device, F features of the slots of the device that
+has most.
 """
 
 from __future__ import annotations
 
 import itertools
-from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
@@ -37,36 +38,35 @@ IDS_PER_LINE: Final = 128
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PooledSlot:
-    """A rectangle of a table on one core; its columns end with the stack's width or the table."""
+    """A rectangle of a table; its columns end with the stack's width or the table."""
 
     table: str
-    core: int  # of all devices, device by device
+    device: int
     row: int  # first
     num_rows: int
     column: int  # first
 
 
 class Block(NamedTuple):
-    """What a core sends to each device: (B, width), one feature pooled over the rows of a slot."""
+    """What a core sends to each device: (B, C), one feature pooled over the rows of a slot."""
 
-    core: int
-    index: int  # among the core's blocks
     slot: PooledSlot
     feature: str
+    core: int  # of the slot's device
 
 
 @dataclass(frozen=True, kw_only=True)  # no slots: the properties below are kept
 class PooledStack:
-    """Slots of one width on the cores of a program's devices.
+    """Slots of one width on the devices of a program.
 
     Attributes:
         name: unique in its collection, beside those of other stacks.
         tables: that have slots here, in config order.
         slots: in any order.
-        width: columns, a multiple of 8.
+        width: columns, a multiple of 8 * S.
         num_devices: G.
         cores_per_device: S.
-        max_ids: (P,) the most ids of one device's batch that go to each core.
+        max_ids: (G,) the most ids of one device's batch that go to each device.
         is_weighted: whether bags are weighted.
 
     Raises:
@@ -87,10 +87,12 @@ class PooledStack:
             raise LayoutError(f"pooled stack {self.name!r}: {problem}")
 
     def _problem(self) -> str | None:
-        if self.width < 8 or self.width % 8:
-            return f"width={self.width} is not a positive multiple of 8"
-        if len(self.max_ids) != self.num_cores or min(self.max_ids) < 0:
-            return f"max_ids={self.max_ids} must be numbers >= 0, one for each of {self.num_cores}"
+        if self.width < 1 or self.width % (8 * self.cores_per_device):
+            return f"width={self.width} is not 8 columns, or a multiple, for each core of a device"
+        if len(self.max_ids) != self.num_devices or min(self.max_ids) < 0:
+            return (
+                f"max_ids={self.max_ids} must be >= 0, one for each of {self.num_devices} devices"
+            )
         if not self.slots:
             return "no slots"
         names = {table.name: table for table in self.tables}
@@ -101,44 +103,47 @@ class PooledStack:
         for slot in self.slots:
             table = names[slot.table]
             if not (
-                0 <= slot.core < self.num_cores
+                0 <= slot.device < self.num_devices
                 and slot.num_rows > 0
                 and 0 <= slot.row <= table.num_embeddings - slot.num_rows
                 and 0 <= slot.column < table.embedding_dim
             ):
                 return (
                     f"{slot} is outside its table ({table.num_embeddings}, {table.embedding_dim}) "
-                    f"or of the {self.num_cores} cores"
+                    f"or of the {self.num_devices} devices"
                 )
-            if not self.max_ids[slot.core]:
-                return f"core {slot.core} has slots and max_ids 0"
+            if not self.max_ids[slot.device]:
+                return f"device {slot.device} has slots and max_ids 0"
         return None
 
     @property
-    def num_cores(self) -> int:
-        """P."""
-        return self.num_devices * self.cores_per_device
+    def core_width(self) -> int:
+        """C."""
+        return self.width // self.cores_per_device
 
     def table(self, name: str) -> Table:
         """The table of that name."""
         return next(table for table in self.tables if table.name == name)
 
-    def columns(self, slot: PooledSlot) -> int:
-        """Columns of a slot; the rest of the width is padding."""
-        return min(self.width, self.table(slot.table).embedding_dim - slot.column)
+    def columns(self, slot: PooledSlot, core: int | None = None) -> int:
+        """Columns of a slot, or of a core's part of it; the rest of the width is padding."""
+        rest = self.table(slot.table).embedding_dim - slot.column
+        if core is None:
+            return min(self.width, rest)
+        return max(0, min(self.core_width, rest - core * self.core_width))
 
     @cached_property
-    def of_core(self) -> tuple[tuple[PooledSlot, ...], ...]:
-        """(P,) slots of each core, end to end."""
+    def of_device(self) -> tuple[tuple[PooledSlot, ...], ...]:
+        """(G,) slots of each device, end to end."""
         return tuple(
-            tuple(slot for slot in self.slots if slot.core == core)
-            for core in range(self.num_cores)
+            tuple(slot for slot in self.slots if slot.device == device)
+            for device in range(self.num_devices)
         )
 
     @cached_property
     def rows_per_core(self) -> int:
-        """R: those of the fullest core and one that belongs to no table, a multiple of 8."""
-        return round_up(max(sum(s.num_rows for s in slots) for slots in self.of_core) + 1, 8)
+        """R: those of the fullest device and one that belongs to no table, a multiple of 8."""
+        return round_up(max(sum(s.num_rows for s in slots) for slots in self.of_device) + 1, 8)
 
     @property
     def dummy_row(self) -> int:
@@ -146,30 +151,32 @@ class PooledStack:
         return self.rows_per_core - 1
 
     def row_offset(self, slot: PooledSlot) -> int:
-        """First row of a slot on its core."""
-        slots = self.of_core[slot.core]
+        """First row of a slot on its cores."""
+        slots = self.of_device[slot.device]
         return sum(other.num_rows for other in slots[: slots.index(slot)])
 
     @cached_property
     def blocks(self) -> tuple[Block, ...]:
         """All blocks that a device gets back, in their order."""
-        return tuple(block for core in range(self.num_cores) for block in self._blocks_of(core))
-
-    def _blocks_of(self, core: int) -> Iterator[Block]:
-        pairs = ((slot, f) for slot in self.of_core[core] for f in self.table(slot.table).features)
-        for index, (slot, feature) in enumerate(pairs):
-            yield Block(core=core, index=index, slot=slot, feature=feature)
+        return tuple(
+            Block(slot=slot, feature=feature, core=core)
+            for slots in self.of_device
+            for core in range(self.cores_per_device)
+            for slot in slots
+            for feature in self.table(slot.table).features
+        )
 
     @cached_property
-    def num_blocks(self) -> tuple[int, ...]:
-        """(P,) blocks of each core."""
-        counts = Counter(block.core for block in self.blocks)
-        return tuple(counts[core] for core in range(self.num_cores))
+    def num_features(self) -> tuple[int, ...]:
+        """(G,) features of the slots of each device: blocks of each of its cores."""
+        return tuple(
+            sum(len(self.table(slot.table).features) for slot in slots) for slots in self.of_device
+        )
 
     @property
-    def max_blocks(self) -> int:
+    def max_features(self) -> int:
         """F."""
-        return max(self.num_blocks)
+        return max(self.num_features)
 
     @property
     def has_gains(self) -> bool:
@@ -183,22 +190,22 @@ class PooledStack:
 
     @cached_property
     def lines(self) -> tuple[int, ...]:
-        """(P,) lines of ids that a device can send to each core."""
+        """(G,) lines of ids that a device can send to each device."""
         return tuple(-(-ids // IDS_PER_LINE) for ids in self.max_ids)
 
     @property
     def max_lines(self) -> int:
-        """Lines that a core has room for, from each device."""
+        """Lines that a device has room for, from each device."""
         return max(self.lines)
 
     @property
-    def ids_per_core(self) -> int:
-        """G * K: room of a core for ids."""
+    def num_ids(self) -> int:
+        """G * K: room of a device for ids."""
         return self.num_devices * self.max_lines * IDS_PER_LINE
 
     def samples_per_core(self, batch_size: int) -> int:
         """G * F * B: rows of a core's activations."""
-        return self.num_devices * self.max_blocks * batch_size
+        return self.num_devices * self.max_features * batch_size
 
     # ------------------------------------------------------------------------------------- tables
 
@@ -206,40 +213,40 @@ class PooledStack:
         """The stack's table, or a slot of its optimizer, on all devices; padding is zero.
 
         Args:
-            arrays: table -> logical (V, D) or (V,).
+            arrays: table -> logical (V, D) or (V,). Of the latter every core has a copy.
             dummy: value of the dummy rows: not zero in an optimizer's slots, by whose root a rule
                 may divide. What comes of it is thrown away, but must be a number.
 
         Returns:
-            (G, S * R, width) or (G, S * R).
+            (G, S * R, C) or (G, S * R).
         """
         first = arrays[self.tables[0].name]
-        shape = (self.num_cores, self.rows_per_core, self.width)[: first.ndim + 1]
-        packed = np.zeros(shape, first.dtype)
-        packed[:, self.dummy_row] = dummy
-        for _, logical, block in self._pairs(arrays, packed):
+        shape = (self.num_devices, self.cores_per_device, self.rows_per_core, self.core_width)
+        packed = np.zeros(shape[: first.ndim + 2], first.dtype)
+        packed[:, :, self.dummy_row] = dummy
+        for logical, block in self._pairs(arrays, packed):
             block[:] = logical
-        return packed.reshape(self.num_devices, -1, *packed.shape[2:])
+        return packed.reshape(self.num_devices, -1, *packed.shape[3:])
 
     def unpack(self, packed: Array, arrays: Mapping[str, Array]) -> None:
         """Writes what `pack` packed into the logical arrays, in place."""
-        cores = packed.reshape(self.num_cores, self.rows_per_core, *packed.shape[2:])
-        for _, logical, block in self._pairs(arrays, cores):
+        shape = (self.num_devices, self.cores_per_device, self.rows_per_core, *packed.shape[2:])
+        for logical, block in self._pairs(arrays, packed.reshape(shape)):
             logical[:] = block
 
-    def _pairs(
-        self, arrays: Mapping[str, Array], cores: Array
-    ) -> Iterator[tuple[PooledSlot, Array, Array]]:
-        """Each slot with its part of the logical and of the packed arrays."""
+    def _pairs(self, arrays: Mapping[str, Array], packed: Array) -> Iterator[tuple[Array, Array]]:
+        """Each core's part of each slot, as views of the logical and of the packed arrays."""
         for slot in self.slots:
-            logical = arrays[slot.table][slot.row : slot.row + slot.num_rows]
             start = self.row_offset(slot)
-            block = cores[slot.core, start : start + slot.num_rows]
-            if logical.ndim == 2:
-                count = self.columns(slot)
-                logical = logical[:, slot.column : slot.column + count]
-                block = block[:, :count]
-            yield slot, logical, block
+            rows = arrays[slot.table][slot.row : slot.row + slot.num_rows]
+            for core in range(self.cores_per_device):
+                block = packed[slot.device, core, start : start + slot.num_rows]
+                if rows.ndim == 1:
+                    yield rows, block
+                    continue
+                count = self.columns(slot, core)
+                column = slot.column + core * self.core_width
+                yield rows[:, column : column + count], block[:, :count]
 
     # ---------------------------------------------------------------------------------------- ids
 
@@ -250,34 +257,34 @@ class PooledStack:
         )
 
     def pack_ids(self, batch: SparseBatch, *, device: int) -> tuple[Array, Array]:
-        """What a device sends to the cores.
+        """What a device sends to the owners.
 
         Args:
             batch: of the device, preprocessed for `layout` with the static batch size.
             device: its index.
 
         Returns:
-            header: (1 + P,) int32, the number of the device, and lines that go to each core.
-            ids: (sum of `lines`, words_per_id * 128) int32. Each core's part begins where its
-                `lines` say. A line has 128 rows of the core, 128 samples of the core's activations
-                in ascending order, and 128 gains as their bits where there are gains. Padding reads
-                the dummy row for the device's last sample, with gain 0.
+            header: (1 + G,) int32, the number of the device, and lines that go to each device.
+            ids: (sum of `lines`, words_per_id * 128) int32. Each device's part begins where `lines`
+                say. A line has 128 rows of a core, 128 samples of a core's activations in ascending
+                order, and 128 gains as their bits where there are gains. Padding reads the dummy
+                row for this device's last sample, with gain 0.
 
         Raises:
-            CapacityError: more ids for a core than `max_ids`.
+            CapacityError: more ids for a device than `max_ids`.
         """
         entries = {table.name: _Entries.of(batch, index) for index, table in enumerate(self.tables)}
         (per_feature,) = set(batch.samples_per_core)
-        per_device = self.max_blocks * per_feature
+        per_device = self.max_features * per_feature
         first_sample = device * per_device
-        header = np.full(1 + self.num_cores, device, np.int32)
+        header = np.full(1 + self.num_devices, device, np.int32)
         sizes = header[1:]
         ids = np.zeros((sum(self.lines), self.words_per_id, IDS_PER_LINE), np.int32)
         ids[:, 0] = self.dummy_row
         ids[:, 1] = first_sample + per_device - 1
         at = 0
-        for core, (slots, lines, limit) in enumerate(
-            zip(self.of_core, self.lines, self.max_ids, strict=True)
+        for owner, (slots, lines, limit) in enumerate(
+            zip(self.of_device, self.lines, self.max_ids, strict=True)
         ):
             parts, row, sample = [], 0, first_sample
             for slot in slots:
@@ -289,27 +296,27 @@ class PooledStack:
                 raise CapacityError(
                     stack=self.name,
                     core=device * self.cores_per_device,
-                    partition=core,
+                    partition=owner * self.cores_per_device,
                     kind="ids",
                     observed=count,
                     limit=limit,
                 )
-            sizes[core] = -(-count // IDS_PER_LINE)
+            sizes[owner] = -(-count // IDS_PER_LINE)
             for word, arrays in enumerate(zip(*parts, strict=True)):
                 if word < self.words_per_id and count:
-                    _fill(ids[at : at + sizes[core], word], np.concatenate(arrays))
+                    _fill(ids[at : at + sizes[owner], word], np.concatenate(arrays))
             at += lines
         return header, ids.reshape(len(ids), -1)
 
     def count_ids(self, batch: SparseBatch) -> Array:
-        """(P,) ids of a device's batch that go to each core.
+        """(G,) ids of a device's batch that go to each device.
 
         Args:
             batch: as in `pack_ids`.
         """
         entries = {table.name: _Entries.of(batch, index) for index, table in enumerate(self.tables)}
         return np.array(
-            [sum(len(entries[s.table].within(s).rows) for s in slots) for slots in self.of_core]
+            [sum(len(entries[s.table].within(s).rows) for s in slots) for slots in self.of_device]
         )
 
 

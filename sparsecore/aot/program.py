@@ -42,7 +42,7 @@ Kind = Literal[
     "slot",  # optimizer state of a stack: as the table, or (S * rows_per_core,)
     "operand",  # f32 scalar of a stack's update, e.g. its learning rate
     "buffer",  # row_pointers s32 (S * max(P, 8),), embedding_ids, sample_ids s32, gains f32 (N,);
-    # of a pooled stack header s32 (1 + P,), ids s32 (lines, words of a line)
+    # of a pooled stack header s32 (1 + G,), ids s32 (lines, words of a line)
     "dense",  # a parameter outside the collections
     "dense_slot",  # its optimizer state
     "dense_operand",  # f32 scalar of the dense update
@@ -147,13 +147,13 @@ class PooledFacts:
         name: of the stack.
         collection: FQN of its module, "" for the model itself.
         tables: names, in config order.
-        slots: on all cores.
+        slots: on all devices.
         rows: of one device.
-        dim: row width.
+        dim: row width of a core.
         samples: rows of the activations that a device makes for all devices.
         blocks: that a device gets, each a feature of a slot for its samples.
         ids: that a device has room for.
-        max_ids: (P,) the most ids of a device that go to each core.
+        max_ids: (G,) the most ids of a device that go to each device.
         id_bytes: what a device can send of ids in a step.
         block_bytes: of the blocks that a device gets in lookup, and sends in update.
         rule: optimizer rule; None for a frozen stack.
@@ -529,7 +529,7 @@ class _PooledPlan:
             if split := [name for name, dim in dims.items() if dim > stack.width]:
                 raise ProgramError(
                     f"pooled stack {stack.name!r}: {optimizer} takes a mean over the row, and the "
-                    f"columns of {split} are on several cores; place them table-wise"
+                    f"columns of {split} are on several devices; place them table-wise"
                 )
         return cls(collection=name, stack=stack, batch_size=batch_size, optimizer=optimizer)
 
@@ -547,29 +547,27 @@ class _PooledPlan:
             tables=tuple(table.name for table in stack.tables),
             slots=len(stack.slots),
             rows=cores * stack.rows_per_core,
-            dim=stack.width,
+            dim=stack.core_width,
             samples=cores * stack.samples_per_core(self.batch_size),
             blocks=len(stack.blocks),
-            ids=cores * stack.ids_per_core,
+            ids=stack.num_ids,
             max_ids=stack.max_ids,
             id_bytes=sum(stack.lines) * line_bytes,
-            block_bytes=4 * len(stack.blocks) * self.batch_size * stack.width,
+            block_bytes=4 * len(stack.blocks) * self.batch_size * stack.core_width,
             rule=self.optimizer.rule.name if self.optimizer else None,
         )
 
     @property
     def collectives(self) -> list[tuple[str, int]]:
         """Kind, and bytes of the result."""
-        stack, cores = self.stack, self.stack.cores_per_device
-        per_line = 4 * stack.words_per_id * IDS_PER_LINE
-        lines = cores * stack.num_devices * stack.max_lines
+        stack = self.stack
         found = [
-            ("all_to_all", 4 * stack.num_cores),
-            (lowering.RAGGED_ALL_TO_ALL, lines * per_line),
+            ("all_to_all", 4 * stack.num_devices),
+            (lowering.RAGGED_ALL_TO_ALL, 4 * stack.words_per_id * stack.num_ids),
             (lowering.RAGGED_ALL_TO_ALL, self.facts.block_bytes),
         ]
         if self.optimizer:
-            found.append((lowering.RAGGED_ALL_TO_ALL, 4 * self.facts.samples * stack.width))
+            found.append((lowering.RAGGED_ALL_TO_ALL, 4 * self.facts.samples * stack.core_width))
         return found
 
     @property
@@ -717,7 +715,8 @@ class _Assembly:
         def tensor(shape: Iterable[int], element: Any = f32) -> Any:
             return mlir.ir.RankedTensorType.get(list(shape), element)
 
-        for plan in (*self.stacks, *self.pooled):
+        plans: list[_StackPlan | _PooledPlan] = [*self.stacks, *self.pooled]
+        for plan in plans:
             facts, is_trained = plan.facts, plan.optimizer is not None
             shape = facts.rows, facts.dim
             name = f"{plan.prefix}/table"
@@ -728,26 +727,25 @@ class _Assembly:
                     add(name, "slot", tensor(slot.shape(*shape)), donated=True, sharded=True)
                 for operand in plan.optimizer.rule.operands:
                     add(f"{plan.prefix}/operand:{operand}", "operand", tensor(()))
-        for plan in self.stacks:
-            facts = plan.facts
-            pointers = self.cores_per_device * pointers_per_core(plan.layout.num_cores)
+        for stacked in self.stacks:
+            pointers = self.cores_per_device * pointers_per_core(stacked.layout.num_cores)
             for role in ("buffer", "update_buffer") if self._is_pipelined else ("buffer",):
-                if role == "update_buffer" and not plan.optimizer:
+                if role == "update_buffer" and not stacked.optimizer:
                     continue
-                slots = (facts.slots_per_device,)
+                slots = (stacked.facts.slots_per_device,)
                 for array, type_ in (
                     ("row_pointers", tensor((pointers,), s32)),
                     ("embedding_ids", tensor(slots, s32)),
                     ("sample_ids", tensor(slots, s32)),
                     ("gains", tensor(slots)),
                 ):
-                    add(f"{plan.prefix}/{role}:{array}", "buffer", type_, sharded=True)
+                    add(f"{stacked.prefix}/{role}:{array}", "buffer", type_, sharded=True)
 
         for owned in self.pooled:
             stack = owned.stack
             line = sum(stack.lines), stack.words_per_id * IDS_PER_LINE
             for array, type_ in (
-                ("header", tensor((1 + stack.num_cores,), s32)),
+                ("header", tensor((1 + stack.num_devices,), s32)),
                 ("ids", tensor(line, s32)),
             ):
                 add(f"{owned.prefix}/buffer:{array}", "buffer", type_, sharded=True)
@@ -774,10 +772,10 @@ class _Assembly:
         for name, type_ in zip(traced.lengths, types[lengths_at:], strict=False):
             add(f"{name}/lengths".lstrip("/"), "input", type_, sharded=True)
         if self._is_pipelined:
-            for plan in self.stacks:
-                type_ = tensor((plan.samples, plan.stack.dim))
-                for part in ("activations", "gradients")[: 2 if plan.optimizer else 1]:
-                    name = f"{plan.prefix}/carry:{part}"
+            for stacked in self.stacks:
+                type_ = tensor((stacked.samples, stacked.stack.dim))
+                for part in ("activations", "gradients")[: 2 if stacked.optimizer else 1]:
+                    name = f"{stacked.prefix}/carry:{part}"
                     add(name, "carry", type_, donated=True, sharded=True)
 
     def _step(self, mlir: Mlir, module: Any, gradients: Any, update: Any) -> dict[str, Any]:
@@ -795,13 +793,12 @@ class _Assembly:
         else:
             activations = self._lookups(mlir, values)
         exchange = Exchange(mlir=mlir, batch_size=self.batch_size, channels=self._channels)
-        ids = {}
-        for plan in self.pooled:
-            buffers = (values[f"{plan.prefix}/buffer:{name}"] for name in ("header", "ids"))
-            ids[plan.prefix] = exchange.receive(plan.stack, *buffers)
-            activations[plan.prefix] = exchange.lookup(
-                plan.stack, ids[plan.prefix], values[f"{plan.prefix}/table"]
-            )
+        ids: dict[str, Ids] = {}
+        for owned in self.pooled:
+            name = owned.prefix
+            header, lines = (values[f"{name}/buffer:{array}"] for array in ("header", "ids"))
+            ids[name] = exchange.receive(owned.stack, header, lines)
+            activations[name] = exchange.lookup(owned.stack, ids[name], values[f"{name}/table"])
 
         rest = iter(
             lowering.inline(
@@ -818,7 +815,8 @@ class _Assembly:
         loss = next(rest)
         outputs = {name: next(rest) for name in traced.outputs}
         dense_gradients = [next(rest) for _ in traced.trained]
-        trained = {plan.prefix for plan in (*self.stacks, *self.pooled) if plan.optimizer}
+        plans: list[_StackPlan | _PooledPlan] = [*self.stacks, *self.pooled]
+        trained = {plan.prefix for plan in plans if plan.optimizer}
         names = ["/".join(filter(None, key)) for key in traced.activations]
         of_activations = {name: next(rest) for name in names if name in trained}
         if self.num_devices > 1:
@@ -828,10 +826,9 @@ class _Assembly:
         dense = self._dense_update(mlir, update, dense_gradients)
         if not self._is_pipelined:
             tables = self._updates(mlir, module, of_activations, "buffer")
-        for plan in self.pooled:
-            tables |= self._pooled_update(
-                exchange, plan, ids[plan.prefix], of_activations.get(plan.prefix)
-            )
+        for owned in self.pooled:
+            grad = of_activations.get(owned.prefix)
+            tables |= self._pooled_update(exchange, owned, ids[owned.prefix], grad)
         results = tables | dense | {"loss": loss} | outputs
         if self._is_pipelined:
             for plan in self.stacks:

@@ -123,7 +123,8 @@ class Shape:
         """Shape of each stack's activations on a device, by name."""
         shapes = {stack.name: (self.samples(stack), stack.dim) for stack in self.layout.stacks}
         return shapes | {
-            stack.name: (len(stack.blocks), self.batch_size * stack.width) for stack in self.pooled
+            stack.name: (len(stack.blocks), self.batch_size * stack.core_width)
+            for stack in self.pooled
         }
 
     def tables_of(self) -> dict[str, tuple[Table, ...]]:
@@ -165,11 +166,12 @@ class Shape:
         """(table, feature) -> (B, D) from the blocks of pooled stacks."""
         parts: dict[tuple[str, str], dict[int, list[Tensor]]] = {}  # by first column
         for stack in self.pooled:
-            blocks = activations[stack.name].view(-1, self.batch_size, stack.width).unbind(0)
-            for block, tensor in zip(stack.blocks, blocks, strict=True):
-                columns = parts.setdefault((block.slot.table, block.feature), {})
-                part = _narrow(tensor, 1, stack.columns(block.slot))
-                columns.setdefault(block.slot.column, []).append(part)
+            blocks = activations[stack.name].view(-1, self.batch_size, stack.core_width).unbind(0)
+            for (slot, feature, core), tensor in zip(stack.blocks, blocks, strict=True):
+                if count := stack.columns(slot, core):
+                    columns = parts.setdefault((slot.table, feature), {})
+                    first = slot.column + core * stack.core_width
+                    columns.setdefault(first, []).append(_narrow(tensor, 1, count))
         return {
             pair: torch.cat([sum(columns[c][1:], columns[c][0]) for c in sorted(columns)], dim=1)
             for pair, columns in parts.items()
