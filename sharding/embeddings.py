@@ -35,6 +35,7 @@ from torchrec.optim.fused import FusedOptimizerModule
 from torchrec.sparse.jagged_tensor import JaggedTensor, KeyedJaggedTensor, KeyedTensor
 from torchrec.sparse.tensor_dict import maybe_td_to_kjt
 
+from torchrec_tpu.sharding.kjt import arrays_of, usable_weights
 from torchrec_tpu.sharding.optimizer import FusedEmbeddingOptimizer
 from torchrec_tpu.sparsecore import ops
 from torchrec_tpu.sparsecore.batch import SparseBatch, Stats
@@ -45,7 +46,6 @@ from torchrec_tpu.sparsecore.errors import (
     OptimizerError,
     TableError,
     UnshardedError,
-    WeightsError,
 )
 from torchrec_tpu.sparsecore.layout import Combiner, Layout, Table
 from torchrec_tpu.sparsecore.optimizers import OptimizerSpec, adagrad
@@ -54,7 +54,7 @@ from torchrec_tpu.sparsecore.stacking import make_layout
 
 Stacks = Literal["auto", "none"] | Sequence[Sequence[str]]
 
-_COMBINERS = {PoolingType.SUM: Combiner.SUM, PoolingType.MEAN: Combiner.MEAN}
+COMBINERS = {PoolingType.SUM: Combiner.SUM, PoolingType.MEAN: Combiner.MEAN}
 
 _PREPARED = "_torchrec_tpu_batches"
 """Attribute of a KJT's values: batch key -> _Prepared. `kjt.to("cpu")` keeps the values' object."""
@@ -178,7 +178,7 @@ class _Collection(FusedOptimizerModule, nn.Module):
             num_devices=num_devices,
             cores_per_device=cores_per_device,
             stacks=stacks,
-            batch_size=batch_size,
+            batch_size=4096 if batch_size is None else batch_size,
         )
         self._table_order = [t.table.name for t in self._layout.stack_order_tables]
         self._is_weighted = is_weighted
@@ -278,39 +278,11 @@ class _Collection(FusedOptimizerModule, nn.Module):
                 "the KJT has a variable batch size per key (stride_per_key_per_rank or "
                 "inverse_indices), which is not supported; expand it to one batch size first"
             )
-        keys, stride = features.keys(), features.stride()
-        arrays = {
-            "values": features.values(),
-            "lengths": features.lengths_or_none(),
-            "offsets": features.offsets_or_none(),
-            "weights": self._usable_weights(features.weights_or_none()),
-        }
-        for name, tensor in arrays.items():
-            if tensor is not None and tensor.device.type != "cpu":
-                raise KjtError(
-                    f"the KJT's {name} are on {tensor.device}; preprocessing reads them on cpu: "
-                    "pass kjt.to('cpu')"
-                )
-        lengths = arrays["lengths"]
-        if lengths is not None and lengths.numel() != stride * len(keys):
-            raise KjtError(
-                f"the KJT has {lengths.numel()} lengths for {len(keys)} keys {keys} and batch size "
-                f"{stride}, expected {stride * len(keys)}"
-            )
-        return {"keys": keys} | {
-            name: None if tensor is None else tensor.detach().numpy()
-            for name, tensor in arrays.items()
-        }
+        return arrays_of(features, weights=self._usable_weights(features.weights_or_none()))
 
     def _usable_weights(self, weights: Tensor | None) -> Tensor | None:
-        """The weights to preprocess; it warns of those that is_weighted=False ignores."""
-        is_differentiated = weights is not None and weights.requires_grad
-        if self._is_weighted and is_differentiated and torch.is_grad_enabled():
-            raise WeightsError(
-                "the KJT's weights require a gradient, which a fused update does not compute; "
-                "detach them, or keep this collection in TorchRec"
-            )
-        return weights
+        """The weights to preprocess."""
+        return usable_weights(weights, is_weighted=self._is_weighted)
 
     def attach(self, features: KeyedJaggedTensor) -> SparseBatch:
         """Preprocesses a KJT ahead of `forward`, which finds the result with the KJT's tensors.
@@ -425,21 +397,16 @@ class _Collection(FusedOptimizerModule, nn.Module):
         if (world_size := distributed.get_world_size()) > 1:
             raise UnshardedError(
                 f"tables {self._table_order} are not sharded, and this is one of {world_size} "
-                "processes: each would update its own copy and the copies would drift apart. Train "
-                "in one process, or shard the TorchRec model with DistributedModelParallel; "
-                "inference works (torch.no_grad())"
+                "processes: each would update its own copy and the copies would drift apart. Wrap "
+                "the model: DistributedModelParallel(model, sharders=torchrec_tpu.sharders(...)), "
+                "or train in one process; inference works (torch.no_grad())"
             )
 
     def _weights(self) -> dict[str, nn.Parameter]:
         return weights_of(getattr(self, self._tables_name))
 
     def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> Self:
-        probe = fn(torch.empty(0))
-        if probe.dtype != torch.float32 or probe.device.type not in ("cpu", "meta"):
-            raise TableError(
-                f"tables {self._table_order} are float32 on cpu, they cannot become {probe.dtype} "
-                f"on {probe.device}"
-            )
+        check_stays(fn, self._table_order, ("cpu", "meta"))
         super()._apply(fn, recurse)  # type: ignore[no-untyped-call]
         self._optimizer.rebind(self._weights())
         return self
@@ -541,7 +508,7 @@ class SparseCoreEmbeddingBagCollection(_Collection, EmbeddingBagCollectionInterf
 
     @staticmethod
     def _combiner(config: EmbeddingBagConfig) -> Combiner:
-        return _COMBINERS[config.pooling]
+        return COMBINERS[config.pooling]
 
     @torch.compiler.disable  # type: ignore[untyped-decorator]  # the preprocessor is native code
     def forward(self, features: KeyedJaggedTensor | SparseBatch) -> KeyedTensor:
@@ -760,6 +727,22 @@ def check_table(config: BaseEmbeddingConfig, weight: Tensor) -> None:
         raise TableError(f"table {config.name!r}: weight is not contiguous; clone it")
 
 
+def check_stays(
+    fn: Callable[[Tensor], Tensor], tables: Sequence[str], devices: Sequence[str] = ("cpu",)
+) -> None:
+    """Refuses what `nn.Module._apply` would do to tables when it changes their dtype or device.
+
+    Raises:
+        TableError: says what it would become.
+    """
+    probe = fn(torch.empty(0))
+    if probe.dtype != torch.float32 or probe.device.type not in devices:
+        raise TableError(
+            f"tables {list(tables)} are float32 on cpu, they cannot become {probe.dtype} on "
+            f"{probe.device}"
+        )
+
+
 def _check_kinds(configs: Sequence[BaseEmbeddingConfig]) -> None:
     for config in configs:
         if config.data_type is not DataType.FP32:
@@ -767,10 +750,10 @@ def _check_kinds(configs: Sequence[BaseEmbeddingConfig]) -> None:
                 f"table {config.name!r}: data_type {config.data_type} is not supported; use "
                 "DataType.FP32"
             )
-        if isinstance(config, EmbeddingBagConfig) and config.pooling not in _COMBINERS:
+        if isinstance(config, EmbeddingBagConfig) and config.pooling not in COMBINERS:
             raise TableError(
                 f"table {config.name!r}: pooling {config.pooling} is not supported; use one of "
-                f"{', '.join(pooling.value for pooling in _COMBINERS)}, or an EmbeddingConfig"
+                f"{', '.join(pooling.value for pooling in COMBINERS)}, or an EmbeddingConfig"
             )
         if config.use_virtual_table:
             raise TableError(f"table {config.name!r}: virtual tables are not supported")

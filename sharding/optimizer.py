@@ -76,7 +76,7 @@ class FusedEmbeddingOptimizer(FusedOptimizer):
         self._keys = {table: key(table) for table in weights}
         groups: dict[OptimizerSpec, dict[str, Any]] = {}
         for table, weight in weights.items():
-            group = groups.setdefault(specs[table], _new_group(specs[table]))
+            group = groups.setdefault(specs[table], new_group(specs[table]))
             group["params"].append(weight)
         super().__init__(
             {self._keys[table]: weight for table, weight in weights.items()},
@@ -85,7 +85,13 @@ class FusedEmbeddingOptimizer(FusedOptimizer):
         )
 
     def update(
-        self, grad: Tensor, buffers: Sequence[Tensor], geometry: Geometry, tables: Sequence[str]
+        self,
+        grad: Tensor,
+        buffers: Sequence[Tensor],
+        geometry: Geometry,
+        tables: Sequence[str],
+        *,
+        is_clipped: bool = False,
     ) -> None:
         """One update of every row that the batch looked up, in place; frozen tables are skipped.
 
@@ -94,6 +100,7 @@ class FusedEmbeddingOptimizer(FusedOptimizer):
             buffers: the lookup's.
             geometry: the lookup's.
             tables: names in the order of the geometry.
+            is_clipped: whether `max_gradient` has been applied to `grad` before.
 
         Raises:
             OptimizerError: a learning rate or another setting is not finite; nothing has changed.
@@ -103,7 +110,7 @@ class FusedEmbeddingOptimizer(FusedOptimizer):
         for index, table in enumerate(tables):
             weight = self.weight(table)
             if weight.requires_grad:
-                max_gradient = group_of[weight]["max_gradient"] or 0.0
+                max_gradient = 0.0 if is_clipped else group_of[weight]["max_gradient"] or 0.0
                 calls.setdefault((self._specs[table].rule.name, max_gradient), []).append(index)
         arguments = []
         for (rule, max_gradient), indices in calls.items():
@@ -121,10 +128,9 @@ class FusedEmbeddingOptimizer(FusedOptimizer):
             )
         for call in arguments:  # nothing has changed before all of them are ready
             ops.sparse_dense_matmul_update_(grad, buffers, *call)
-        for index in itertools.chain(*calls.values()):
-            step = self._step(tables[index])
-            if step is not None:
-                step.add_(1)
+        steps = (self.step_of(tables[index]) for index in itertools.chain(*calls.values()))
+        for step in {id(step): step for step in steps if step is not None}.values():
+            step.add_(1)  # once, also where shards of a table share it
 
     def weight(self, table: str) -> nn.Parameter:
         """The live weights of one table, (V, D)."""
@@ -141,20 +147,40 @@ class FusedEmbeddingOptimizer(FusedOptimizer):
 
         `ahead` updates before it are still to come.
         """
-        weight = self.params[self._keys[table]]
-        group = next(g for g in self.param_groups if any(p is weight for p in g["params"]))
-        return self._operands(table, group, ahead)
+        return self._operands(table, self.group(table), ahead)
+
+    def max_gradient(self, table: str) -> float:
+        """The current limit of each gradient element's magnitude; 0 for none."""
+        return float(self.group(table)["max_gradient"] or 0.0)
 
     def advance(self, num_updates: int) -> None:
         """Counts updates that were made elsewhere, for the bias correction of those to come."""
         for table in self._keys:
-            counter = self._step(table)
+            counter = self.step_of(table)
             if counter is not None:
                 counter.add_(num_updates)
+
+    def group(self, table: str) -> dict[str, Any]:
+        """The param_group of one table."""
+        weight = self.params[self._keys[table]]
+        return next(g for g in self.param_groups if any(p is weight for p in g["params"]))
+
+    def step_of(self, table: str) -> Tensor | None:
+        """The live number of updates of one table, () int64; None when its rule counts none."""
+        return self.state[self.params[self._keys[table]]].get(f"{table}.step")
+
+    def share_step(self, table: str, step: Tensor) -> None:
+        """Lets a table count its updates in another one's tensor."""
+        self.state[self.params[self._keys[table]]][f"{table}.step"] = step
 
     def spec(self, table: str) -> OptimizerSpec:
         """What the table's optimizer was at construction; `param_groups` has the current values."""
         return self._specs[table]
+
+    @property
+    def specs(self) -> Mapping[str, OptimizerSpec]:
+        """`spec` of every table, in config order."""
+        return self._specs
 
     def step(self, closure: Any = None) -> None:  # type: ignore[override]
         """Does nothing: backward has made the update. A closure is ignored, as in TorchRec."""
@@ -168,7 +194,7 @@ class FusedEmbeddingOptimizer(FusedOptimizer):
     def set_optimizer_step(self, step: int) -> None:
         """Sets the number of updates that the bias correction of every table counts from."""
         for table in self._keys:
-            counter = self._step(table)
+            counter = self.step_of(table)
             if counter is not None:
                 counter.fill_(step)
 
@@ -245,19 +271,16 @@ class FusedEmbeddingOptimizer(FusedOptimizer):
     def mark_parameters(self) -> None:
         """Tells TorchRec's `in_backward_optimizer_filter` that the tables need no optimizer."""
         for key in self._keys.values():
-            self.params[key]._in_backward_optimizers = [EmptyFusedOptimizer()]
+            mark(self.params[key])
 
     def _operands(self, table: str, group: Mapping[str, Any], ahead: int = 0) -> tuple[float, ...]:
         rule = self._specs[table].rule
-        step = self._step(table)
+        step = self.step_of(table)
         hyper = {name: float(group[name]) for name in rule.hyper}
         operands = rule.prepare(1 if step is None else int(step) + 1 + ahead, hyper)
         if not all(map(math.isfinite, operands)):
             raise OptimizerError(f"table {table!r}: {hyper} makes {rule.name} step by {operands}")
         return operands
-
-    def _step(self, table: str) -> Tensor | None:
-        return self.state[self.params[self._keys[table]]].get(f"{table}.step")
 
     def _initial_state(self, table: str, weight: nn.Parameter) -> dict[str, Tensor]:
         spec = self._specs[table]
@@ -272,7 +295,13 @@ class FusedEmbeddingOptimizer(FusedOptimizer):
         return state
 
 
-def _new_group(spec: OptimizerSpec) -> dict[str, Any]:
+def mark(parameter: Any) -> None:
+    """Tells TorchRec's `in_backward_optimizer_filter` that a parameter needs no optimizer."""
+    parameter._in_backward_optimizers = [EmptyFusedOptimizer()]
+
+
+def new_group(spec: OptimizerSpec) -> dict[str, Any]:
+    """A param_group without parameters: every hyperparameter of the spec by its name."""
     given = {"lr": spec.lr, "weight_decay": spec.weight_decay, **dict(spec.hyper)}
     hyper = {name: given[name] for name in spec.rule.hyper}
     return {"params": [], **hyper, "max_gradient": spec.max_gradient}

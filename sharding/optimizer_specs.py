@@ -2,16 +2,23 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Set
 from dataclasses import dataclass
 from types import MappingProxyType
 from typing import Any, Final
 
 import torch
 import torchrec.optim
+from torch import nn
 
 from torchrec_tpu.sparsecore.errors import OptimizerError
-from torchrec_tpu.sparsecore.optimizers import RULES, OptimizerSpec, WeightDecayMode
+from torchrec_tpu.sparsecore.optimizers import RULES, OptimizerSpec, WeightDecayMode, sgd
+
+Optimizers = OptimizerSpec | Mapping[str, OptimizerSpec] | Mapping[str, Any]
+"""One for all tables, one per table name, or a sharder's `fused_params`."""
+
+FROZEN: Final = sgd(lr=0.0)
+"""The optimizer of a table that is not trained: no state, no update."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -146,6 +153,46 @@ def spec_from_fused_params(fused_params: Mapping[str, Any]) -> OptimizerSpec:
             f"{', '.join(sorted(_FUSED))}"
         )
     return _spec(_FUSED[name], options, "fused_params")
+
+
+def requested_specs(optimizer: Optimizers | None, tables: Set[str]) -> Mapping[str, OptimizerSpec]:
+    """The optimizer that the caller wants, by table; tables without one are left out."""
+    if optimizer is None:
+        return {}
+    if isinstance(optimizer, OptimizerSpec):
+        return dict.fromkeys(tables, optimizer)
+    by_table = {k: v for k, v in optimizer.items() if isinstance(v, OptimizerSpec)}
+    if not by_table:
+        return dict.fromkeys(tables, spec_from_fused_params(optimizer))
+    if unknown := optimizer.keys() - (tables & by_table.keys()):
+        raise OptimizerError(
+            f"optimizer names {sorted(unknown)}, which are no tables with an OptimizerSpec; "
+            f"tables: {sorted(tables)}"
+        )
+    return by_table
+
+
+def spec_of_table(fqn: str, weight: nn.Parameter, requested: OptimizerSpec | None) -> OptimizerSpec:
+    """The optimizer of one table: the parameter's own, else the requested one."""
+    classes = getattr(weight, "_optimizer_classes", [])
+    options = getattr(weight, "_optimizer_kwargs", [])
+    if len(classes) > 1:
+        raise OptimizerError(
+            f"table {fqn!r}: apply_optimizer_in_backward was called {len(classes)} times"
+        )
+    if classes:
+        try:
+            return spec_from_class(classes[0], options[0])
+        except OptimizerError as error:
+            raise OptimizerError(f"table {fqn!r}: {error}") from error
+    if requested is None and not weight.requires_grad:
+        return FROZEN
+    if requested is None:
+        raise OptimizerError(
+            f"table {fqn!r} has no optimizer: pass optimizer=, for example adagrad(lr=0.01), or "
+            "call apply_optimizer_in_backward on its parameter"
+        )
+    return requested
 
 
 def _spec(origin: _Origin, options: Mapping[str, Any], where: str) -> OptimizerSpec:

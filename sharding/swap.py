@@ -6,7 +6,7 @@ import json
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass
-from typing import TYPE_CHECKING, Any, Final, Unpack
+from typing import TYPE_CHECKING, Final, Unpack
 
 from torch import nn
 from torchrec.distributed.types import ShardedModule
@@ -29,15 +29,17 @@ from torchrec_tpu.sharding.embeddings import (
     collections_in,
     weights_of,
 )
-from torchrec_tpu.sharding.optimizer_specs import spec_from_class, spec_from_fused_params
-from torchrec_tpu.sparsecore.errors import OptimizerError, TableError
-from torchrec_tpu.sparsecore.optimizers import OptimizerSpec, sgd
+from torchrec_tpu.sharding.optimizer_specs import (
+    FROZEN,
+    Optimizers,
+    requested_specs,
+    spec_of_table,
+)
+from torchrec_tpu.sparsecore.errors import TableError
+from torchrec_tpu.sparsecore.optimizers import OptimizerSpec
 
 if TYPE_CHECKING:
     from typing_extensions import TypeIs
-
-_FROZEN: Final = sgd(lr=0.0)
-"""The optimizer of a table that is not trained: no state, no update."""
 
 _HOOKS: Final = (
     "_forward_hooks",
@@ -47,8 +49,6 @@ _HOOKS: Final = (
     "_state_dict_hooks",
     "_load_state_dict_pre_hooks",
 )
-
-Optimizers = OptimizerSpec | Mapping[str, OptimizerSpec] | Mapping[str, Any]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -155,12 +155,12 @@ def swap_embeddings(
     """
     found, kept = _scan(model)
     names = {config.name for module in found.values() for config, _ in _tables(module)}
-    requested = _requested(optimizer, names)
+    requested = requested_specs(optimizer, names)
     replacements: dict[nn.Module, SparseCoreCollection] = {}
     moved: list[MovedTable] = []
     for fqn, module in found.items():
         specs = {
-            config.name: _spec_of(
+            config.name: spec_of_table(
                 f"{fqn}.{config.name}".lstrip("."), weight, requested.get(config.name)
             )
             for config, weight in _tables(module)
@@ -269,46 +269,6 @@ def _tables(
     return zip(configs, weights.values(), strict=True)
 
 
-def _requested(optimizer: Optimizers | None, tables: set[str]) -> Mapping[str, OptimizerSpec]:
-    """The optimizer that the caller wants, by table; tables without one are left out."""
-    if optimizer is None:
-        return {}
-    if isinstance(optimizer, OptimizerSpec):
-        return dict.fromkeys(tables, optimizer)
-    by_table = {k: v for k, v in optimizer.items() if isinstance(v, OptimizerSpec)}
-    if not by_table:
-        return dict.fromkeys(tables, spec_from_fused_params(optimizer))
-    if unknown := optimizer.keys() - (tables & by_table.keys()):
-        raise OptimizerError(
-            f"optimizer names {sorted(unknown)}, which are no tables with an OptimizerSpec; "
-            f"tables: {sorted(tables)}"
-        )
-    return by_table
-
-
-def _spec_of(fqn: str, weight: nn.Parameter, requested: OptimizerSpec | None) -> OptimizerSpec:
-    """The optimizer of one table: the parameter's own, else the requested one."""
-    classes = getattr(weight, "_optimizer_classes", [])
-    options = getattr(weight, "_optimizer_kwargs", [])
-    if len(classes) > 1:
-        raise OptimizerError(
-            f"table {fqn!r}: apply_optimizer_in_backward was called {len(classes)} times"
-        )
-    if classes:
-        try:
-            return spec_from_class(classes[0], options[0])
-        except OptimizerError as error:
-            raise OptimizerError(f"table {fqn!r}: {error}") from error
-    if requested is None and not weight.requires_grad:
-        return _FROZEN
-    if requested is None:
-        raise OptimizerError(
-            f"table {fqn!r} has no optimizer: pass optimizer=, for example adagrad(lr=0.01), or "
-            "call apply_optimizer_in_backward on its parameter"
-        )
-    return requested
-
-
 def _moved(
     fqn: str, module: SparseCoreCollection, specs: Mapping[str, OptimizerSpec]
 ) -> Iterator[MovedTable]:
@@ -319,7 +279,7 @@ def _moved(
             table=table.name,
             num_embeddings=table.num_embeddings,
             embedding_dim=table.embedding_dim,
-            optimizer="frozen" if specs[table.name] is _FROZEN else repr(specs[table.name]),
+            optimizer="frozen" if specs[table.name] is FROZEN else repr(specs[table.name]),
             stack=stack_of[table.name],
         )
 

@@ -148,6 +148,68 @@ class RowOps:
         max_gradient: float = 0.0,
     ) -> None: ...
 
+def number_samples(
+    pool: ThreadPool,
+    row_pointers: npt.NDArray[np.int32],
+    embedding_ids: npt.NDArray[np.int32],
+    sample_ids: npt.NDArray[np.int32],
+    table_rows: npt.NDArray[np.int32],
+    num_samples: int,
+    num_partitions: int,
+    numbers: npt.NDArray[np.int32],
+    samples: npt.NDArray[np.int32],
+    counts: npt.NDArray[np.int64],
+) -> None:
+    """Numbers the distinct samples of each partition in the order in which its slots name them.
+
+    Args:
+        pool: threads.
+        row_pointers: (P) or more, of one source core.
+        embedding_ids: (N) sorted in each partition.
+        sample_ids: (N)
+        table_rows: (T) first row of each table, ascending.
+        num_samples: all sample_ids are below it.
+        num_partitions: P.
+        numbers: out (N), the number of each slot's sample.
+        samples: out (N), from a partition's first slot on its distinct samples.
+        counts: out (P, T), how many of them each table has.
+
+    Raises:
+        ValueError: sizes that do not fit each other, or buffers that contradict themselves.
+    """
+
+def gather_vectors(
+    pool: ThreadPool,
+    spread: npt.NDArray[np.float32],
+    offsets: npt.NDArray[np.int64],
+    counts: npt.NDArray[np.int64],
+    widths: npt.NDArray[np.int64],
+    divisor: float,
+    packed: npt.NDArray[np.float32],
+) -> None:
+    """Packed = spread / divisor, vector by vector.
+
+    Run r has counts[r] vectors of widths[r] floats, which follow each other in `packed`; vector i
+    starts at float offsets[i] of `spread`.
+
+    Raises:
+        ValueError: the runs do not fit the buffers; nothing is written.
+    """
+
+def add_vectors(
+    pool: ThreadPool,
+    packed: npt.NDArray[np.float32],
+    offsets: npt.NDArray[np.int64],
+    counts: npt.NDArray[np.int64],
+    widths: npt.NDArray[np.int64],
+    spread: npt.NDArray[np.float32],
+) -> None:
+    """Spread += packed, vector by vector, as in `gather_vectors`. No two vectors may overlap.
+
+    Raises:
+        ValueError: the runs do not fit the buffers; nothing is written.
+    """
+
 def rules() -> list[str]:
     """Names of the optimizer rules that have a fused update."""
 

@@ -135,6 +135,18 @@ class PeerError(TorchrecTpuError, RuntimeError):
         super().__init__(message)
 
 
+class PeerBatchError(TorchrecTpuError, ValueError):
+    """A batch that another rank could not use; that rank raises its own error.
+
+    Attributes:
+        ranks: those with such a batch.
+    """
+
+    def __init__(self, message: str, *, ranks: tuple[int, ...]) -> None:
+        self.ranks = ranks
+        super().__init__(message)
+
+
 class OptimizerError(TorchrecTpuError, ValueError):
     """An optimizer, or an option of one, that has no fused update here."""
 

@@ -175,25 +175,39 @@ def lookup(
         BackwardError: from `backward()`, when one lookup is differentiated twice.
     """
     arguments = ([table.detach() for table in tables], geometry.encode(), list(out_shape))
-    if update is None:
-        result: Tensor = sparse_dense_matmul(buffers, *arguments)
-    else:
-        token = torch.empty(0, requires_grad=True)
-        result = _Lookup.apply(token, update, buffers, *arguments)  # type: ignore[no-untyped-call]
+
+    def compute() -> Tensor:
+        activations: Tensor = sparse_dense_matmul(buffers, *arguments)
+        return activations
+
+    return compute() if update is None else updated_in_backward(compute, update)
+
+
+def updated_in_backward(compute: Callable[[], Tensor], update: Callable[[Tensor], None]) -> Tensor:
+    """The result of `compute`, for which backward calls `update(grad)` once.
+
+    Args:
+        compute: runs without autograd.
+        update: called with the contiguous gradient of the result.
+
+    Raises:
+        BackwardError: from `backward()`, when one result is differentiated twice.
+    """
+    token = torch.empty(0, requires_grad=True)
+    result: Tensor = _Updated.apply(token, update, compute)  # type: ignore[no-untyped-call]
     return result
 
 
-class _Lookup(torch.autograd.Function):
+class _Updated(torch.autograd.Function):
     @staticmethod
     def forward(
         ctx: Any,
         token: Tensor,  # noqa: ARG004
         update: Callable[[Tensor], None],
-        *arguments: Any,
+        compute: Callable[[], Tensor],
     ) -> Tensor:
         ctx.update = update
-        result: Tensor = sparse_dense_matmul(*arguments)
-        return result
+        return compute()
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[None, ...]:
@@ -210,7 +224,7 @@ class _Lookup(torch.autograd.Function):
             )
         (grad,) = grads
         update(grad.contiguous())
-        return (None,) * 6
+        return None, None, None
 
 
 # ---------------------------------------------------------------------------------- between ranks

@@ -7,6 +7,7 @@ from torchrec_tpu.sharding.checkpoint import Restored as Restored
 from torchrec_tpu.sharding.checkpoint import latest_checkpoint as latest_checkpoint
 from torchrec_tpu.sharding.checkpoint import load_checkpoint as load_checkpoint
 from torchrec_tpu.sharding.checkpoint import save_checkpoint as save_checkpoint
+from torchrec_tpu.sharding.data_parallel import DataParallel as DataParallel
 from torchrec_tpu.sharding.embeddings import Options as Options
 from torchrec_tpu.sharding.embeddings import (
     SparseCoreEmbeddingBagCollection as SparseCoreEmbeddingBagCollection,
@@ -16,6 +17,7 @@ from torchrec_tpu.sharding.embeddings import (
 )
 from torchrec_tpu.sharding.plan import SparseCorePlan as SparseCorePlan
 from torchrec_tpu.sharding.planner import TpuEmbeddingShardingPlanner as TpuEmbeddingShardingPlanner
+from torchrec_tpu.sharding.sharders import sharders as sharders
 from torchrec_tpu.sharding.swap import SwapReport as SwapReport
 from torchrec_tpu.sharding.swap import fused_optimizer as fused_optimizer
 from torchrec_tpu.sharding.swap import swap_embeddings as swap_embeddings

@@ -19,7 +19,8 @@ from torchrec.sparse.jagged_tensor import KeyedJaggedTensor
 from torchrec.streamable import Pipelineable
 
 from torchrec_tpu.sharding.embeddings import Options, SparseCoreCollection, collections_in
-from torchrec_tpu.sharding.swap import Optimizers, swap_embeddings
+from torchrec_tpu.sharding.optimizer_specs import Optimizers
+from torchrec_tpu.sharding.swap import swap_embeddings
 from torchrec_tpu.sparsecore.capacity import Capacity, Observation, observe
 from torchrec_tpu.sparsecore.errors import TableError, TorchrecTpuError, UnshardedError
 
@@ -59,7 +60,8 @@ def shard(
     if (world_size := _world_size()) > 1:
         raise UnshardedError(
             f"this is one of {world_size} processes, and shard() places tables within one: train "
-            "in a single process, or shard the TorchRec model with DistributedModelParallel"
+            "in a single process, or wrap the model: DistributedModelParallel(model, "
+            "sharders=torchrec_tpu.sharders(...))"
         )
     report = swap_embeddings(model, optimizer=optimizer, **options)
     if not report.moved:

@@ -5,4 +5,5 @@ PYBIND11_MODULE(_native, m) {
   trtpu::RegisterThreadPool(m);
   trtpu::RegisterPreprocess(m);
   trtpu::RegisterRowOps(m);
+  trtpu::RegisterRouting(m);
 }

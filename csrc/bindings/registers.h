@@ -8,6 +8,7 @@ namespace trtpu {
 
 void RegisterRowOps(pybind11::module_& m);
 void RegisterThreadPool(pybind11::module_& m);
+void RegisterRouting(pybind11::module_& m);
 void RegisterPreprocess(pybind11::module_& m);
 
 }  // namespace trtpu
