@@ -21,10 +21,10 @@ import sys
 import tempfile
 import time
 import traceback
-from collections.abc import Callable
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, Self
 
 GRACE_SECONDS = 15.0  # for the other ranks, once one has failed
 
@@ -34,7 +34,7 @@ class Outcome:
     """How a rank ended.
 
     Attributes:
-        result: what the function returned; None when it raised or was killed.
+        result: what a world's function returned; None when it raised or was killed.
         error: traceback of what it raised.
         exit_code: of the process; the negative number of the signal that killed it.
         output: of the process, both streams.
@@ -72,44 +72,40 @@ def run_world(
     return [outcome.result for outcome in outcomes]
 
 
-class World:
-    """Processes that run one function, each as a rank of one group.
+class Processes:
+    """Processes that start together.
 
     Args:
-        function: called as function(rank, world_size, *args) on each rank.
-        world_size: ranks.
-        args: what pickles.
-        store: "file", or "tcp" for one that rank 0 holds.
-        environment: variables of the processes.
+        commands: one each.
+        environments: variables of each, beside `child_environment`.
+        directory: of their outputs, removed at the end.
     """
 
     def __init__(
         self,
-        function: Callable[..., Any],
-        world_size: int,
-        *args: Any,
-        store: str = "file",
-        **environment: str,
+        commands: Sequence[Sequence[str]],
+        environments: Sequence[Mapping[str, str]],
+        *,
+        directory: tempfile.TemporaryDirectory[str] | None = None,
     ) -> None:
-        self._directory = tempfile.TemporaryDirectory()
-        path = Path(self._directory.name)
-        method = f"file://{path}/store" if store == "file" else f"tcp://127.0.0.1:{free_port()}"
-        job = (function.__code__.co_filename, function.__qualname__, world_size, method, args)
-        (path / "job").write_bytes(pickle.dumps(job))
+        self._directory = directory or tempfile.TemporaryDirectory()
+        self.directory = Path(self._directory.name)
         self._started = time.monotonic()
-        self._files = [(path / f"output{rank}").open("w+") for rank in range(world_size)]
+        self._files = [
+            (self.directory / f"output{rank}").open("w+") for rank in range(len(commands))
+        ]
         self.processes = [
             subprocess.Popen(
-                [sys.executable, __file__, str(path), str(rank)],
+                command,
                 env=child_environment(**environment),
                 stdin=subprocess.DEVNULL,
                 stdout=file,
                 stderr=subprocess.STDOUT,
             )
-            for rank, file in enumerate(self._files)
+            for command, environment, file in zip(commands, environments, self._files, strict=True)
         ]
 
-    def __enter__(self) -> World:
+    def __enter__(self) -> Self:
         return self
 
     def __exit__(self, *_: object) -> None:
@@ -150,7 +146,7 @@ class World:
 
     def _outcome(self, rank: int, seconds: float) -> Outcome:
         self._files[rank].seek(0)
-        file = Path(self._directory.name) / f"result{rank}"
+        file = self.directory / f"result{rank}"
         result, error = pickle.loads(file.read_bytes()) if file.exists() else (None, None)
         return Outcome(
             result=result,
@@ -158,6 +154,37 @@ class World:
             exit_code=self.processes[rank].returncode,
             output=self._files[rank].read(),
             seconds=seconds,
+        )
+
+
+class World(Processes):
+    """Processes that run one function, each as a rank of one group.
+
+    Args:
+        function: called as function(rank, world_size, *args) on each rank.
+        world_size: ranks.
+        args: what pickles.
+        store: "file", or "tcp" for one that rank 0 holds.
+        environment: variables of the processes.
+    """
+
+    def __init__(
+        self,
+        function: Callable[..., Any],
+        world_size: int,
+        *args: Any,
+        store: str = "file",
+        **environment: str,
+    ) -> None:
+        directory = tempfile.TemporaryDirectory()
+        path = Path(directory.name)
+        method = f"file://{path}/store" if store == "file" else f"tcp://127.0.0.1:{free_port()}"
+        job = (function.__code__.co_filename, function.__qualname__, world_size, method, args)
+        (path / "job").write_bytes(pickle.dumps(job))
+        super().__init__(
+            [[sys.executable, __file__, str(path), str(rank)] for rank in range(world_size)],
+            [environment] * world_size,
+            directory=directory,
         )
 
 

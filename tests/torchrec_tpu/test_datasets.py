@@ -25,6 +25,7 @@ from torchrec_tpu.datasets import (
     Synthetic,
     hash_to_row,
     ml_100k,
+    part_of,
 )
 from torchrec_tpu.sparsecore.errors import StateDictError
 
@@ -382,6 +383,29 @@ def test_an_epoch_has_every_sample_once_with_its_own_bag() -> None:
             assert bag.tolist() == stream.bags["many"].values[first:last].tolist()
             assert batch.labels[index] == row % 2
     assert sorted(seen) == list(range(stream.num_samples))
+
+
+@pytest.mark.parametrize("world_size", [1, 2, 3, 9])
+def test_parts_of_a_batch_are_the_batch(world_size: int) -> None:
+    bags = {
+        "f": Bags(
+            values=np.arange(10, dtype=np.int32), offsets=np.int64([0, 3, 3, 4, 8, 8, 9, 10])
+        ),
+        "g": Bags(values=np.arange(7, dtype=np.int32)),
+    }
+    dense = np.arange(14, dtype=np.float32).reshape(7, 2)
+    stream = InMemory(dense, bags, np.arange(7, dtype=np.float32), batch_size=7)
+    [batch] = stream.batches(0)
+    parts = [part_of(batch, rank, world_size) for rank in range(world_size)]
+    sizes = [len(part.labels) for part in parts]
+    assert max(sizes) - min(sizes) <= 1
+    assert torch.equal(torch.cat([part.dense_features for part in parts]), batch.dense_features)
+    assert torch.equal(torch.cat([part.labels for part in parts]), batch.labels)
+    for key in ("f", "g"):
+        whole = batch.sparse_features[key]
+        pieces = [part.sparse_features[key] for part in parts]
+        assert torch.equal(torch.cat([piece.values() for piece in pieces]), whole.values())
+        assert torch.equal(torch.cat([piece.lengths() for piece in pieces]), whole.lengths())
 
 
 def test_batch_size_below_one_is_refused() -> None:

@@ -20,6 +20,7 @@ from torchrec_tpu.datasets.stream import (
     DataNotFoundError,
     InMemory,
     hash_to_row,
+    part_of,
 )
 from torchrec_tpu.datasets.synthetic import MultiHot, Synthetic
 
@@ -36,4 +37,5 @@ __all__ = [
     "Synthetic",
     "hash_to_row",
     "ml_100k",
+    "part_of",
 ]

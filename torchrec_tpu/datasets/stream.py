@@ -210,6 +210,38 @@ def make_batch(
     )
 
 
+def part_of(batch: Batch, rank: int, world_size: int) -> Batch:
+    """What one of several processes takes of a batch: a range of samples, equal up to one.
+
+    >>> from torchrec_tpu.datasets import MultiHot, Synthetic
+    >>> feature = MultiHot(key="f", num_embeddings=9, num_ids=2)
+    >>> [batch] = Synthetic([feature], batch_size=5, num_batches=1).batches(0)
+    >>> [part_of(batch, rank, 2).sparse_features.values().numel() for rank in range(2)]
+    [4, 6]
+    """
+    begin, end = (len(batch.labels) * number // world_size for number in (rank, rank + 1))
+    kjt = batch.sparse_features
+    starts_FB = kjt.offsets().view(-1)[:-1].view(len(kjt.keys()), -1)
+    lengths_FB = kjt.lengths().view(len(kjt.keys()), -1)[:, begin:end]
+    values = (
+        [
+            kjt.values()[int(first) :][: int(count)]
+            for first, count in zip(starts_FB[:, begin], lengths_FB.sum(1), strict=True)
+        ]
+        if end > begin
+        else []
+    )
+    return Batch(
+        dense_features=batch.dense_features[begin:end],
+        sparse_features=KeyedJaggedTensor(
+            keys=kjt.keys(),
+            values=torch.cat([kjt.values()[:0], *values]),
+            lengths=lengths_FB.reshape(-1),
+        ),
+        labels=batch.labels[begin:end],
+    )
+
+
 def mix(values: npt.NDArray[np.uint64]) -> npt.NDArray[np.uint64]:
     """The finalizer of splitmix64 (Steele, Lea, Flood 2014): a bijection that mixes all 64 bits."""
     mixed = values + np.uint64(0x9E3779B97F4A7C15)
