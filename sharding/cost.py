@@ -26,7 +26,7 @@ import numpy.typing as npt
 from torchrec_tpu.sharding.lookups import Counts, Lookups
 from torchrec_tpu.sharding.topology import Slice
 from torchrec_tpu.sparsecore.capacity import Capacity
-from torchrec_tpu.sparsecore.layout import Layout, Stack, Table, round_up
+from torchrec_tpu.sparsecore.layout import Combiner, Layout, Stack, Table, round_up
 from torchrec_tpu.sparsecore.optimizers import RULES
 
 Floats = npt.NDArray[np.float64]
@@ -52,11 +52,17 @@ CONSTANTS: Final[Mapping[str, Constant]] = MappingProxyType(
             source="an id that asks for a row: all-to-all operands in schedules of libtpu 0.0.52",
         ),
         "pooled_id_bytes": Constant(
-            value=12,
+            value=8,
             unit="B",
             origin="measured",
-            source="an id of a pooled table: row, sample and gain, one 32-bit word each, as our "
-            "programs send them",
+            source="an id of a pooled table in our programs: row and sample, a 32-bit word each; "
+            "4 B more for a gain where bags are weighted or not summed",
+        ),
+        "line_ids": Constant(
+            value=128,
+            unit="ids",
+            origin="measured",
+            source="ids of pooled tables travel in lines of so many",
         ),
         "row_buffers": Constant(
             value=6,
@@ -143,12 +149,14 @@ class TableLoad:
         table: name, shape, pooling, features.
         rule: key of `optimizers.RULES`; None for a frozen table.
         lookups: see there.
+        is_weighted: whether its bags are weighted.
     """
 
     module: str
     table: Table
     rule: str | None
     lookups: Lookups
+    is_weighted: bool = False
 
     @property
     def key(self) -> tuple[str, str]:
@@ -169,6 +177,17 @@ class TableLoad:
     def can_pool(self) -> bool:
         """Whether its ids become bags; those of a sequence stay single rows."""
         return not self.table.is_sequence
+
+    @property
+    def has_gains(self) -> bool:
+        """Whether an id of a pooled table travels with a factor."""
+        return self.is_weighted or self.table.combiner is not Combiner.SUM
+
+    def pooled_ids(self, batch_size: float) -> int:
+        """Ids of one device that go to a shard, in whole lines."""
+        return round_up(
+            math.ceil(batch_size * self.lookups.ids_per_sample), int(constant("line_ids"))
+        )
 
     @property
     def logical_bytes(self) -> int:
@@ -316,7 +335,7 @@ def pooled_option(load: TableLoad, step: Step, target: Slice, width: int) -> Opt
     ids, bags = batch * lookups.ids_per_sample, batch * _bags(load)
     touched = lookups.rows(batch)
     wide = max(4 * width, target.chip.granule_bytes)
-    id_bytes = constant("pooled_id_bytes")
+    id_bytes = constant("pooled_id_bytes") + 4 * load.has_gains
     speed = target.chip.hbm_bytes_per_second
     trains = load.rule is not None
     # At the owner: ids; a row read an id; vectors written and sent.
@@ -330,7 +349,7 @@ def pooled_option(load: TableLoad, step: Step, target: Slice, width: int) -> Opt
         way=Way.POOLED,
         width=width,
         num_shards=num_shards,
-        id_bytes=num_shards * id_bytes * ids,
+        id_bytes=num_shards * id_bytes * devices * load.pooled_ids(batch / devices),
         forward_bytes=num_shards * 4 * width * bags,
         backward_bytes=num_shards * 4 * width * bags if trains else 0.0,
         sparsecore_ms=1e3 * (num_shards * owner + sample) / devices / speed,
@@ -395,23 +414,32 @@ class ColumnShard:
 class PooledGroup:
     """Column shards of one width and optimizer: one lookup and one update of the program.
 
-    All devices run one program, so each has the same number of slots, and as much memory as the
-    fullest; a device with fewer shards has empty slots.
+    All devices run one program, so each core has as many slots, and as much memory, as the fullest;
+    a core with fewer shards has empty slots.
 
     Attributes:
+        module: FQN of the collection.
         width: of a slot.
         rule: of the update; None for frozen tables.
-        devices: the shards of each device.
+        has_gains: whether ids travel with a factor.
+        cores: (P,) the shards of each SparseCore, device by device.
     """
 
+    module: str
     width: int
     rule: str | None
-    devices: tuple[tuple[ColumnShard, ...], ...]
+    has_gains: bool
+    cores: tuple[tuple[ColumnShard, ...], ...]
 
     @property
     def num_slots(self) -> int:
-        """Of each device."""
-        return max(map(len, self.devices), default=0)
+        """Of each core."""
+        return max(map(len, self.cores), default=0)
+
+    @property
+    def num_shards(self) -> int:
+        """Of all cores."""
+        return sum(map(len, self.cores))
 
 
 HBM_CAUSES: Final = (
@@ -467,6 +495,7 @@ class StepCost:
         tensorcore_ms: dense FLOPs at the bf16 peak, and replicas.
         bound_ms: the largest of the three.
         bound_by: its name.
+        hbm_bytes: of the fullest device.
         devices: one by one.
     """
 
@@ -477,12 +506,8 @@ class StepCost:
     tensorcore_ms: float
     bound_ms: float
     bound_by: str
+    hbm_bytes: int
     devices: tuple[DeviceCost, ...]
-
-    @property
-    def hbm_bytes(self) -> int:
-        """Of the fullest device."""
-        return max(sum(device.hbm_bytes.values()) for device in self.devices)
 
 
 def price(
@@ -534,7 +559,8 @@ def price(
             tensorcore += option.tensorcore_ms
             hbm["replicas"] += option.hbm_bytes
     for group in groups:
-        for device, shards in enumerate(group.devices):
+        for core, shards in enumerate(group.cores):
+            device = core // target.chip.cores_per_device
             for shard in shards:
                 option = chosen[shard.module, shard.table]
                 each = 1 / option.num_shards
@@ -567,7 +593,7 @@ def price(
     )
     num_stacks = sum(len(layout.stacks) for layout in layouts.values())
     hbm["code"] += constant("code_bytes") + constant("stack_code_bytes") * (
-        num_stacks + sum(len(group.devices[0]) > 0 for group in groups)
+        num_stacks + len(groups)
     )
 
     share = target.share_between_chips
@@ -585,6 +611,21 @@ def price(
         "TensorCore": times["TensorCore"],
     }
     bound_by = max(bounds, key=lambda name: bounds[name])
+    of_devices = tuple(
+        DeviceCost(
+            hbm_bytes={cause: round(of[device]) for cause, of in hbm.items()},
+            ici_bytes={
+                **{cause: round(of[device]) for cause, of in both_ways.items()},
+                **{cause: round(num_bytes) for cause, num_bytes in summed.items()},
+            },
+            time_ms={
+                "SparseCore: row-sharded": float(core_rows[device]),
+                "SparseCore: pooled": float(core_pooled[device]),
+                **times,
+            },
+        )
+        for device in range(devices)
+    )
     return StepCost(
         exchanged_bytes=round(sum(option.exchanged_bytes for option in chosen.values())),
         reduced_bytes=round(share * 2 * dense_bytes * target.num_chips),
@@ -593,21 +634,8 @@ def price(
         tensorcore_ms=bounds["TensorCore"],
         bound_ms=bounds[bound_by],
         bound_by=bound_by,
-        devices=tuple(
-            DeviceCost(
-                hbm_bytes={cause: round(of[device]) for cause, of in hbm.items()},
-                ici_bytes={
-                    **{cause: round(of[device]) for cause, of in both_ways.items()},
-                    **{cause: round(num_bytes) for cause, num_bytes in summed.items()},
-                },
-                time_ms={
-                    "SparseCore: row-sharded": float(core_rows[device]),
-                    "SparseCore: pooled": float(core_pooled[device]),
-                    **times,
-                },
-            )
-            for device in range(devices)
-        ),
+        hbm_bytes=max(sum(device.hbm_bytes.values()) for device in of_devices),
+        devices=of_devices,
     )
 
 
@@ -639,25 +667,32 @@ def _pooled_memory(
     step: Step,
     target: Slice,
 ) -> None:
-    devices, batch = target.num_devices, step.global_batch_size
-    headroom = 1 + constant("headroom")
+    devices, cores = target.num_devices, target.chip.cores_per_device
+    batch = step.global_batch_size / devices
     for group in groups:
-        used, ids, bags = np.zeros(devices), np.zeros(devices), np.zeros(devices)
-        for device, shards in enumerate(group.devices):
+        stored, ids, blocks = (np.zeros(target.num_cores) for _ in range(3))
+        for core, shards in enumerate(group.cores):
             for shard in shards:
                 load = loads[shard.module, shard.table]
-                rows = round_up(load.table.num_embeddings, 8)
-                used[device] += load.stored_bytes(rows, group.width)
-                ids[device] += batch * load.lookups.ids_per_sample
-                bags[device] += batch * len(load.table.features)
+                stored[core] += load.stored_bytes(load.table.num_embeddings, group.width)
+                ids[core] += load.pooled_ids(batch * (1 + constant("headroom")))
+                blocks[core] += len(load.table.features)
+        used = stored.reshape(devices, cores).sum(axis=1)
         hbm["pooled tables"] += used
-        hbm["pooled padding"] += used.max() - used
-        # Equal parts for every pair of devices, large enough for the busiest; sent and received.
-        # Vectors: made by the owner, received by the samples, and the gradients of both.
-        vectors = bags.max() + bags.sum() / devices
+        hbm["pooled padding"] += cores * stored.max() - used
+        # A device has room for what its cores can get of all devices, and every core has as much
+        # as the fullest. Ids: sent, received, in their words and sorted. Vectors of the cores and
+        # of the own samples, and the gradients of both. Rows: gradients, old and new values.
+        room = cores * devices * ids.max()
+        id_words = 2 + group.has_gains
+        vectors = batch * (cores * devices * blocks.max() + blocks.sum())
+        trains = group.rule is not None
+        slots = load.num_row_slots
         hbm["pooled exchange"] += (
-            2 * constant("pooled_id_bytes") * ids.max() * headroom
-            + (4 if group.rule is not None else 2) * 4 * group.width * vectors
+            4 * id_words * (ids.sum() + room)
+            + 4 * (3 + 7 * trains) * room
+            + (2 if trains else 1) * 4 * group.width * vectors
+            + trains * (3 + 2 * slots) * 4 * group.width * room
         )
 
 

@@ -61,6 +61,7 @@ class Lookups:
         num_cores: int,
         exponent: float | None = None,
         is_linked: bool = False,
+        is_merged: bool = True,
     ) -> Lookups:
         """From batches of one device.
 
@@ -73,6 +74,8 @@ class Lookups:
             exponent: skew that the data are known to have; tells how many distinct rows all
                 devices see. Without it the last observed growth goes on.
             is_linked: whether the first id of a bag decides the others.
+            is_merged: whether repeats in a sample are one id, as in bags; in sequences they are
+                not.
         """
         each = -(-samples // cores)
         ids_KP, rows_KP, of_core, of_device = [], [], [], []
@@ -81,7 +84,9 @@ class Lookups:
             ids = np.asarray(values, np.int64)
             for core in range(cores):
                 mine = (sample >= core * each) & (sample < (core + 1) * each)
-                pairs = np.unique(ids[mine] * samples + sample[mine]) // samples
+                pairs = ids[mine]
+                if is_merged:
+                    pairs = np.unique(pairs * samples + sample[mine]) // samples
                 distinct = np.unique(pairs)
                 ids_KP.append(np.bincount(pairs % num_cores, minlength=num_cores))
                 rows_KP.append(np.bincount(distinct % num_cores, minlength=num_cores))
@@ -101,7 +106,7 @@ class Lookups:
             scale = last_rows / max(law.rows(last_samples, per_bag, is_linked), 1e-9)
             curve += [
                 (n, scale * law.rows(n, per_bag, is_linked))
-                for n in last_samples * 2.0 ** np.arange(2, 22, 2)
+                for n in last_samples * 2.0 ** np.arange(0.5, 22, 0.5)
             ]
         return cls(
             num_embeddings=num_embeddings,
@@ -145,7 +150,7 @@ class Lookups:
             ids = (ranks * _spreading(num_embeddings)) % num_embeddings  # popular rows lie apart
             ids_KP.append(np.bincount(ids % num_cores, minlength=num_cores))
             rows_KP.append(np.bincount(np.unique(ids) % num_cores, minlength=num_cores))
-        points = samples_per_core * 2.0 ** np.arange(0, 22, 2)
+        points = samples_per_core * 2.0 ** np.arange(0, 22, 0.5)
         return cls(
             num_embeddings=num_embeddings,
             ids_per_sample=per_sample,

@@ -370,11 +370,10 @@ def _lines(plan: SparseCorePlan) -> Iterator[str]:
             ],
         )
     for group in plan.groups:
-        shards = sum(map(len, group.devices))
         yield ""
         yield (
-            f"pooled: {shards} shards of {group.width} columns, {group.num_slots} "
-            f"{'slot' if group.num_slots == 1 else 'slots'} on each device"
+            f"pooled: {group.num_shards} shards of {group.width} columns, {group.num_slots} "
+            f"{'slot' if group.num_slots == 1 else 'slots'} on each core"
         )
 
 

@@ -4,8 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass
-from typing import Any, Final
+from typing import Final
 
 import torch.distributed as dist
 from torch import nn
@@ -13,18 +12,14 @@ from torchrec.distributed.collective_utils import invoke_on_rank_and_broadcast_r
 from torchrec.distributed.planner import EmbeddingShardingPlanner
 from torchrec.distributed.planner.storage_reservations import FixedPercentageStorageReservation
 from torchrec.distributed.planner.types import ParameterConstraints, PlannerErrorType
-from torchrec.distributed.planner.utils import sharder_name
 from torchrec.distributed.types import ModuleSharder, ShardingPlan, ShardingType
-from torchrec.modules.embedding_configs import BaseEmbeddingConfig, EmbeddingBagConfig
 
 from torchrec_tpu.sharding.cost import Step, TableLoad, Way
 from torchrec_tpu.sharding.lookups import Lookups
-from torchrec_tpu.sharding.optimizer_specs import spec_from_class, spec_from_fused_params
+from torchrec_tpu.sharding.models import Found, dense_parameters, tables_in
 from torchrec_tpu.sharding.plan import SparseCorePlan
 from torchrec_tpu.sharding.search import HBM_SHARE, PlanError, make_plan
 from torchrec_tpu.sharding.topology import TpuTopology
-from torchrec_tpu.sparsecore.layout import Combiner, Table
-from torchrec_tpu.sparsecore.optimizers import OptimizerSpec
 
 DEFAULT_EXPONENT: Final = 1.05
 """Skew of ids that is assumed where nothing is known: that of `datasets.Synthetic`."""
@@ -87,7 +82,7 @@ class TpuEmbeddingShardingPlanner(EmbeddingShardingPlanner):
             raise PlanError(
                 f"topology is a {type(topology).__name__}; pass a TpuTopology, which knows the "
                 "slice",
-                PlannerErrorType.INPUT_VALIDATION,
+                PlannerErrorType.OTHER,
             )
         super().__init__(
             topology=topology,
@@ -137,8 +132,8 @@ class TpuEmbeddingShardingPlanner(EmbeddingShardingPlanner):
         Raises:
             PlanError: as of `plan`.
         """
-        loads, dense_parameters, fixed = [], 0, {}
-        for found in _tables_in(module, sharders):
+        loads, fixed = [], {}
+        for found in tables_in(module, sharders):
             loads.append(self._load(found))
             limits = self._limits.get(found.table.name)
             if limits is not None and limits.sharding_types:
@@ -150,12 +145,11 @@ class TpuEmbeddingShardingPlanner(EmbeddingShardingPlanner):
                         f"equivalent here; there are {sorted(_WAYS)}",
                         PlannerErrorType.STRICT_CONSTRAINTS,
                     ) from None
-        dense_parameters = _dense_parameters(module, sharders)
         return make_plan(
             loads,
             Step(
                 global_batch_size=self._samples * self._slice.num_devices,
-                dense_parameters=dense_parameters,
+                dense_parameters=dense_parameters(module, sharders),
                 dense_row_slots=self._dense_row_slots,
             ),
             self._slice,
@@ -168,7 +162,7 @@ class TpuEmbeddingShardingPlanner(EmbeddingShardingPlanner):
         self.sparsecore_plan = found
         return found.to_sharding_plan(module, device=self._topology.compute_device)
 
-    def _load(self, found: _Found) -> TableLoad:
+    def _load(self, found: Found) -> TableLoad:
         table = found.table
         lookups = self._lookups.get(table.name)
         if lookups is None:
@@ -179,7 +173,7 @@ class TpuEmbeddingShardingPlanner(EmbeddingShardingPlanner):
                 raise PlanError(
                     f"constraints of table {table.name!r}: {len(factors)} pooling_factors for its "
                     f"{len(table.features)} features {list(table.features)}",
-                    PlannerErrorType.INPUT_VALIDATION,
+                    PlannerErrorType.OTHER,
                 )
             lookups = Lookups.power_law(
                 table.num_embeddings,
@@ -188,100 +182,10 @@ class TpuEmbeddingShardingPlanner(EmbeddingShardingPlanner):
                 num_cores=self._slice.num_cores,
                 exponent=self._exponent,
             )
-        return TableLoad(module=found.module, table=table, rule=found.rule, lookups=lookups)
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class _Found:
-    module: str
-    table: Table
-    rule: str | None
-
-
-def _sharded_modules(
-    model: nn.Module, sharders: Sequence[ModuleSharder[nn.Module]]
-) -> list[tuple[str, nn.Module, ModuleSharder[nn.Module]]]:
-    """Modules that a sharder takes, with their FQN; as TorchRec finds them, by class name."""
-    by_name = {sharder_name(sharder.module_type): sharder for sharder in sharders}
-    found = []
-
-    def visit(fqn: str, module: nn.Module) -> None:
-        sharder = by_name.get(sharder_name(type(module)))
-        if sharder is not None:
-            found.append((fqn, module, sharder))
-            return
-        for name, child in module.named_children():
-            visit(f"{fqn}.{name}".lstrip("."), child)
-
-    visit("", model)
-    return found
-
-
-def _tables_in(model: nn.Module, sharders: Sequence[ModuleSharder[nn.Module]]) -> list[_Found]:
-    """Tables of every sharded module, in the model's order."""
-    found = []
-    for fqn, module, sharder in _sharded_modules(model, sharders):
-        shardable = sharder.shardable_parameters(module)
-        for config in _configs(fqn, module):
-            if config.name not in shardable:
-                continue
-            spec = _spec(config.name, module, shardable[config.name], sharder)
-            found.append(
-                _Found(
-                    module=fqn,
-                    table=Table(
-                        name=config.name,
-                        num_embeddings=config.num_embeddings,
-                        embedding_dim=config.embedding_dim,
-                        combiner=Combiner(config.pooling.value.lower())
-                        if isinstance(config, EmbeddingBagConfig)
-                        else Combiner.NONE,
-                        features=tuple(config.feature_names),
-                        group=spec.group if spec else "frozen",
-                    ),
-                    rule=spec.rule.name if spec else None,
-                )
-            )
-    if not found:
-        raise PlanError(
-            f"no module of the model has a sharder; sharders are for "
-            f"{[sharder.module_type.__name__ for sharder in sharders]}",
-            PlannerErrorType.MISSING_MODULE_IN_PLAN
-            if hasattr(PlannerErrorType, "MISSING_MODULE_IN_PLAN")
-            else PlannerErrorType.OTHER,
+        return TableLoad(
+            module=found.module,
+            table=table,
+            rule=found.rule,
+            lookups=lookups,
+            is_weighted=found.is_weighted,
         )
-    return found
-
-
-def _configs(fqn: str, module: nn.Module) -> list[BaseEmbeddingConfig]:
-    for name in ("embedding_bag_configs", "embedding_configs"):
-        if callable(configs := getattr(module, name, None)):
-            return list(configs())
-    raise PlanError(
-        f"module {fqn!r} is a {type(module).__name__}, which does not tell its tables",
-        PlannerErrorType.INPUT_VALIDATION,
-    )
-
-
-def _spec(
-    table: str, module: nn.Module, weight: nn.Parameter, sharder: ModuleSharder[nn.Module]
-) -> OptimizerSpec | None:
-    """The optimizer of a table, from wherever TorchRec users say it; None when it is frozen."""
-    if not weight.requires_grad:
-        return None
-    if isinstance(own := getattr(module, "table_optimizers", None), Mapping):
-        spec: OptimizerSpec | None = own[table]
-        return spec
-    if classes := getattr(weight, "_optimizer_classes", None):
-        return spec_from_class(classes[0], getattr(weight, "_optimizer_kwargs", [{}])[0])
-    fused: Any = getattr(sharder, "fused_params", None) or {}
-    return spec_from_fused_params(fused)
-
-
-def _dense_parameters(model: nn.Module, sharders: Sequence[ModuleSharder[nn.Module]]) -> int:
-    tables = {
-        id(parameter)
-        for _, module, _ in _sharded_modules(model, sharders)
-        for parameter in module.parameters()
-    }
-    return sum(p.numel() for p in model.parameters() if id(p) not in tables)

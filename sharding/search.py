@@ -43,7 +43,7 @@ REPLICA_LIMIT_BYTES: Final = 64 << 20
 HBM_SHARE: Final = 0.97
 """Of a device's HBM that a plan may fill; the runtime keeps some."""
 
-_NEAR: Final = 1.05
+_NEAR: Final = 1.08
 """Assignments so near the best are as good, and the one that moves least is taken."""
 
 _TRIED: Final = 24
@@ -120,7 +120,7 @@ def make_plan(
         raise PlanError(
             f"a global batch of {step.global_batch_size} does not divide by the "
             f"{target.num_devices} devices of {target.name}",
-            PlannerErrorType.INPUT_VALIDATION,
+            PlannerErrorType.OTHER,
         )
     allowed = frozenset(map(Way, ways))
     search = _Search(loads, step, target, allowed, fixed or {}, max_widths)
@@ -275,7 +275,7 @@ class _Search:
                 return
             of = [array[every, pick] for array in (links, sparsecore, tensorcore, shard, hbm)]
             busiest = of[1].sum() + of[3].max()
-            score = max(of[0].sum(), busiest, of[2].sum()) + 0.1 * float(
+            score = max(of[0].sum(), busiest, of[2].sum()) + 0.02 * float(
                 of[0].sum() + of[1].sum() + of[2].sum()
             )
             if of[4].sum() > self.target.hbm_bytes:
@@ -346,48 +346,59 @@ class _Search:
         return layout, capacities
 
     def _deal(self, chosen: Mapping[Key, Option]) -> tuple[PooledGroup, ...]:
-        """Column shards of each width and optimizer, the same number of slots on every device."""
-        devices = self.target.num_devices
-        shards: dict[tuple[int, str], list[tuple[float, float, ColumnShard]]] = defaultdict(list)
+        """Column shards of each width and optimizer, the same number of slots on every core."""
+        target = self.target
+        num_cores, each = target.num_cores, target.chip.cores_per_device
+        shards: dict[tuple[str, int, str, bool], list[tuple[float, float, ColumnShard]]]
+        shards = defaultdict(list)
         for key, option in chosen.items():
             if option.way is not Way.POOLED:
                 continue
             load = self.loads[key]
-            for start in range(0, option.num_shards * option.width, option.width):
-                if start >= load.table.embedding_dim:  # nothing but padding
-                    continue
+            rows = load.stored_bytes(load.table.num_embeddings, option.width)
+            name = load.module, option.width, load.table.group, load.has_gains
+            for start in range(0, load.table.embedding_dim, option.width):
                 shard = ColumnShard(
                     module=load.module,
                     table=load.table.name,
                     column=start,
                     num_columns=min(option.width, load.table.embedding_dim - start),
                 )
-                rows = load.stored_bytes(round_up(load.table.num_embeddings, 8), option.width)
-                shards[option.width, load.table.group].append((option.shard_ms, rows, shard))
-        order = np.array(self.target.spread(devices))
-        busy, full = np.zeros(devices), np.zeros(devices)
+                shards[name].append((option.shard_ms, rows, shard))
+        # Devices far apart come one after the other, and first cores before second ones.
+        order = np.array(
+            [d * each + core for core in range(each) for d in target.spread(target.num_devices)]
+        )
+        of_device = np.arange(num_cores) // each
+        busy, full = np.zeros(target.num_devices), np.zeros(num_cores)
         groups = []
-        for (width, _), group in sorted(shards.items()):
-            slots = -(-len(group) // devices)
-            taken = np.zeros(devices, int)
-            mine: list[list[ColumnShard]] = [[] for _ in range(devices)]
-            mean_busy = sum(time for time, _, _ in group) / devices
-            mean_full = sum(rows for _, rows, _ in group) / devices
+        for named in sorted(shards):
+            (module, width, _, has_gains), group = named, shards[named]
+            slots = -(-len(group) // num_cores)
+            taken = np.zeros(num_cores, int)
+            mine: list[list[ColumnShard]] = [[] for _ in range(num_cores)]
+            mean_busy = sum(time for time, _, _ in group) / target.num_devices
+            mean_full = sum(rows for _, rows, _ in group) / num_cores
             for time, rows, shard in sorted(
                 group, key=lambda item: -item[0] / mean_busy - item[1] / mean_full
             ):
-                filled = busy / mean_busy + full / mean_full + np.where(taken < slots, 0, np.inf)
-                device = int(order[filled[order].argmin()])
-                mine[device].append(shard)
-                taken[device] += 1
-                busy[device] += time
-                full[device] += rows
-            first = group[0][2]
+                filled = (
+                    busy[of_device] / mean_busy
+                    + full / mean_full
+                    + np.where(taken < slots, 0, np.inf)
+                )
+                core = int(order[filled[order].argmin()])
+                mine[core].append(shard)
+                taken[core] += 1
+                busy[of_device[core]] += time
+                full[core] += rows
             groups.append(
                 PooledGroup(
+                    module=module,
                     width=width,
-                    rule=self.loads[first.module, first.table].rule,
-                    devices=tuple(map(tuple, mine)),
+                    rule=self.loads[module, group[0][2].table].rule,
+                    has_gains=has_gains,
+                    cores=tuple(map(tuple, mine)),
                 )
             )
         return tuple(groups)
@@ -430,9 +441,9 @@ class _Search:
         if option.way is Way.REPLICATED:
             return TablePlacement.data_parallel(*shape)
         shards = sorted(
-            (shard.column, shard.num_columns, device)
+            (shard.column, shard.num_columns, core // self.target.chip.cores_per_device)
             for group in groups
-            for device, mine in enumerate(group.devices)
+            for core, mine in enumerate(group.cores)
             for shard in mine
             if (shard.module, shard.table) == load.key
         )
@@ -474,7 +485,7 @@ class _Search:
 
 def _objective(found: StepCost) -> float:
     """The bound, and a little of everything, so that what does not bind is not wasted."""
-    return found.bound_ms + 0.1 * (found.sparsecore_ms + found.links_ms + found.tensorcore_ms)
+    return found.bound_ms + 0.02 * (found.sparsecore_ms + found.links_ms + found.tensorcore_ms)
 
 
 def _reason(chosen: Option, other: Option | None) -> str:

@@ -42,6 +42,11 @@ COMMANDS = (
         module="torchrec_tpu.aot",
     ),
     Command(
+        name="plan",
+        help="decide where every table goes on a TPU slice, and say why and what a step takes",
+        module="torchrec_tpu.planning",
+    ),
+    Command(
         name="report",
         help="tables and plots of run records",
         module="torchrec_tpu.report",
