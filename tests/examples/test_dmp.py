@@ -1,0 +1,162 @@
+"""The distributed example as a job: it learns, its processes die, it goes on with the same bits."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from criteo_format import criteo_lines, write_criteo
+from torch.distributed.checkpoint.format_utils import dcp_to_torch_save
+from world import Outcome, Processes, child_environment, free_port
+
+from torchrec_tpu import latest_checkpoint
+
+EXAMPLES = Path(__file__).parents[2] / "examples"
+DIES = Path(__file__).with_name("dies_in_step.py")
+DEADLINE = 20.0
+SMALL = ("--batch-size=64", "--max-rows=50", f"--deadline-seconds={DEADLINE}")
+JOB = (*SMALL, "--steps=14", "--checkpoint-steps=5")
+VICTIM_STEP = 8  # after the checkpoint of step 5
+
+
+def torchrun(world_size: int, *command: object) -> str:
+    """Runs a job to its end under the elastic agent; returns what it printed."""
+    agent = (sys.executable, "-m", "torch.distributed.run", f"--nproc-per-node={world_size}")
+    done = subprocess.run(
+        [*agent, f"--master-port={free_port()}", *map(str, command)],
+        check=False,
+        env=child_environment(),
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        text=True,
+        timeout=250,
+    )
+    assert done.returncode == 0, done.stdout[-6000:]
+    return done.stdout
+
+
+def run_ranks(world_size: int, *command: object) -> list[Outcome]:
+    """How processes ended that no agent watches."""
+    shared = {
+        "WORLD_SIZE": str(world_size),
+        "LOCAL_WORLD_SIZE": str(world_size),
+        "MASTER_ADDR": "127.0.0.1",
+        "MASTER_PORT": str(free_port()),
+    }
+    ranks = [{**shared, "RANK": str(rank), "LOCAL_RANK": str(rank)} for rank in range(world_size)]
+    with Processes([[sys.executable, *map(str, command)]] * world_size, ranks) as processes:
+        return processes.join(250, grace=2 * DEADLINE)
+
+
+def losses(output: str) -> dict[int, float]:
+    """By step, of rank 0."""
+    lines = [line.split() for line in output.splitlines() if line.startswith("step ")]
+    return {int(words[1].rstrip(":")): float(words[3]) for words in lines}
+
+
+def final_state(folder: Path, step: int) -> dict[str, Any]:
+    """Model, optimizers and progress of the newest checkpoint, by name."""
+    newest = latest_checkpoint(folder)
+    assert newest is not None
+    assert newest.name.endswith(f"-step-{step}")
+    file = folder / "whole.pt"
+    dcp_to_torch_save(newest, file)
+    named = dict(_leaves(torch.load(file, weights_only=False)))
+    return {name: value for name, value in named.items() if not name.startswith("ranks")}
+
+
+def _leaves(value: Any, name: str = "") -> Iterator[tuple[str, Any]]:
+    if isinstance(value, Mapping):
+        for key, item in value.items():
+            yield from _leaves(item, f"{name}.{key}" if name else str(key))
+    else:
+        yield name, value
+
+
+def assert_same_bits(found: dict[str, Any], wanted: dict[str, Any]) -> None:
+    assert found.keys() == wanted.keys()
+    tables = [name for name in wanted if name.endswith("t_C1.weight")]
+    assert tables, wanted.keys()
+    for name, value in wanted.items():
+        if isinstance(value, torch.Tensor):
+            assert torch.equal(found[name], value), name
+        else:
+            assert found[name] == value, name
+
+
+@pytest.mark.slow
+def test_the_example_learns_and_goes_on_with_other_processes(tmp_path: Path) -> None:
+    options = (
+        "--batch-size=256",
+        "--max-rows=200",
+        f"--folder={tmp_path}",
+        "--checkpoint-steps=20",
+    )
+    first = losses(torchrun(2, EXAMPLES / "dmp.py", *options, "--steps=40"))
+    assert list(first) == list(range(1, 41))
+    output = torchrun(3, EXAMPLES / "dmp.py", *options, "--steps=60")
+    assert "goes on after step 40" in output
+    then = losses(output)
+    assert list(then) == list(range(41, 61))
+    mean = {
+        name: sum(part) / len(part)
+        for name, part in (
+            ("begin", list(first.values())[:10]),
+            ("end", list(then.values())[-10:]),
+        )
+    }
+    assert mean["end"] < mean["begin"] - 0.02, mean
+
+
+@pytest.mark.slow
+def test_the_example_reads_criteo(tmp_path: Path) -> None:
+    file = tmp_path / "day"
+    write_criteo(file, criteo_lines(300))
+    output = torchrun(
+        2, EXAMPLES / "dmp.py", "--data=criteo", f"--path={file}", *SMALL, "--steps=8"
+    )
+    assert list(losses(output)) == list(range(1, 9))  # into the second epoch
+
+
+@pytest.fixture(scope="module")
+def uninterrupted(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
+    folder = tmp_path_factory.mktemp("uninterrupted")
+    output = torchrun(4, EXAMPLES / "dmp.py", *JOB, f"--folder={folder}")
+    assert list(losses(output)) == list(range(1, 15))
+    return final_state(folder, 14)
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(600)
+def test_a_killed_process_is_named_and_the_job_goes_on_with_the_same_bits(
+    tmp_path: Path, uninterrupted: dict[str, Any]
+) -> None:
+    outcomes = run_ranks(4, DIES, 2, VICTIM_STEP, *JOB, f"--folder={tmp_path}")
+    assert outcomes[2].exit_code == -9, outcomes[2].output
+    for rank in (0, 1, 3):
+        assert outcomes[rank].exit_code == os.EX_TEMPFAIL, outcomes[rank].output
+        assert f"rank {rank} of 4 misses rank 2" in outcomes[rank].output
+        assert outcomes[rank].seconds - outcomes[2].seconds < DEADLINE
+    assert max(losses(outcomes[0].output)) == VICTIM_STEP - 1
+
+    outcomes = run_ranks(4, EXAMPLES / "dmp.py", *JOB, f"--folder={tmp_path}")
+    assert [outcome.exit_code for outcome in outcomes] == [0] * 4, outcomes
+    assert "goes on after step 5" in outcomes[0].output
+    assert list(losses(outcomes[0].output)) == list(range(6, 15))
+    assert_same_bits(final_state(tmp_path, 14), uninterrupted)
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(600)
+def test_torchrun_starts_the_job_again_and_it_ends_with_the_same_bits(
+    tmp_path: Path, uninterrupted: dict[str, Any]
+) -> None:
+    output = torchrun(4, "--max-restarts=1", DIES, 0, VICTIM_STEP, *JOB, f"--folder={tmp_path}")
+    assert "goes on after step 5" in output
+    assert_same_bits(final_state(tmp_path, 14), uninterrupted)
