@@ -35,9 +35,11 @@ from torchrec.optim.fused import FusedOptimizerModule
 from torchrec.sparse.jagged_tensor import JaggedTensor, KeyedJaggedTensor, KeyedTensor
 from torchrec.sparse.tensor_dict import maybe_td_to_kjt
 
+from torchrec_tpu.sharding.device import DeviceTables, takes_stacks
 from torchrec_tpu.sharding.kjt import arrays_of, usable_weights
 from torchrec_tpu.sharding.optimizer import FusedEmbeddingOptimizer
-from torchrec_tpu.sparsecore import ops
+from torchrec_tpu.sharding.transfer import DeviceBatch, Pending
+from torchrec_tpu.sparsecore import backends, ops
 from torchrec_tpu.sparsecore.batch import SparseBatch, Stats
 from torchrec_tpu.sparsecore.capacity import Capacity
 from torchrec_tpu.sparsecore.errors import (
@@ -100,6 +102,7 @@ class _Prepared:
     """A batch, and what it was made of beside the values that it hangs on."""
 
     batch: SparseBatch
+    pending: Pending | None  # on its way to the tables' device
     keys: tuple[str, ...]
     lengths: Tensor | None
     offsets: Tensor | None  # only when there are no lengths; a KJT may compute either later
@@ -107,10 +110,11 @@ class _Prepared:
     versions: tuple[int, ...]
 
     @classmethod
-    def of(cls, kjt: KeyedJaggedTensor, batch: SparseBatch) -> Self:
+    def of(cls, kjt: KeyedJaggedTensor, batch: SparseBatch, pending: Pending | None) -> Self:
         lengths = kjt.lengths_or_none()
         return cls(
             batch=batch,
+            pending=pending,
             keys=tuple(kjt.keys()),
             lengths=lengths,
             offsets=kjt.offsets_or_none() if lengths is None else None,
@@ -139,6 +143,7 @@ class _Collection(FusedOptimizerModule, nn.Module):
 
     _tables_name: str  # attribute that holds the tables, as in TorchRec
     _replacement: _Replacement | None = None
+    _on_device: DeviceTables | None = None  # where the tables are, when not in the parameters
     _combiner: Callable[[Any], Combiner]
 
     def _set_up(
@@ -191,6 +196,8 @@ class _Collection(FusedOptimizerModule, nn.Module):
         self._optimizer = FusedEmbeddingOptimizer(
             weights, specs, key=lambda table: f"{self._tables_name}.{table}.weight"
         )
+        self.register_state_dict_post_hook(_read_from_device)  # type: ignore[no-untyped-call]
+        self.register_load_state_dict_pre_hook(_write_to_device)  # type: ignore[no-untyped-call]
 
     def _new_preprocessor(self) -> Preprocessor:
         return self.preprocessor(self._layout, batch_size=self._batch_size, capacity=self._capacity)
@@ -209,10 +216,13 @@ class _Collection(FusedOptimizerModule, nn.Module):
     def capacity(self, capacity: Mapping[str, Capacity] | None) -> None:
         self._capacity, old = None if capacity is None else dict(capacity), self._capacity
         try:
-            self._preprocessor = self._new_preprocessor()
+            preprocessor = self._new_preprocessor()
+            if self._on_device is not None:
+                self._on_device.capacity = self._capacity
         except Exception:
             self._capacity = old
             raise
+        self._preprocessor = preprocessor
 
     @property
     def fused_optimizer(self) -> FusedEmbeddingOptimizer:
@@ -221,7 +231,9 @@ class _Collection(FusedOptimizerModule, nn.Module):
 
     @property
     def device(self) -> torch.device:
-        """Where the tables are."""
+        """Where the tables are; on an accelerator, their parameters are on "meta"."""
+        if self._on_device is not None:
+            return self._on_device.device
         return next(iter(self._weights().values())).device
 
     def preprocess(self, features: KeyedJaggedTensor) -> SparseBatch:
@@ -287,23 +299,26 @@ class _Collection(FusedOptimizerModule, nn.Module):
     def attach(self, features: KeyedJaggedTensor) -> SparseBatch:
         """Preprocesses a KJT ahead of `forward`, which finds the result with the KJT's tensors.
 
+        When the tables are on a device, the copy to it starts here too.
         It is used as long as those are the same tensors and unchanged: `kjt.to("cpu")` keeps it,
         while a KJT with new tensors (`permute`, ...) is preprocessed again.
         """
-        batch = self._attached(features)
-        if batch is None:
-            batch = self.preprocess(features)
-            prepared = getattr(features.values(), _PREPARED, None)
-            if prepared is None:
-                prepared = {}
-                setattr(features.values(), _PREPARED, prepared)
-            prepared[self._batch_key] = _Prepared.of(features, batch)
+        attached = self._attached(features)
+        if attached is not None:
+            return attached.batch
+        batch = self.preprocess(features)
+        pending = None if self._on_device is None else self._on_device.start(batch)
+        prepared = getattr(features.values(), _PREPARED, None)
+        if prepared is None:
+            prepared = {}
+            setattr(features.values(), _PREPARED, prepared)
+        prepared[self._batch_key] = _Prepared.of(features, batch, pending)
         return batch
 
-    def _attached(self, features: KeyedJaggedTensor) -> SparseBatch | None:
+    def _attached(self, features: KeyedJaggedTensor) -> _Prepared | None:
         prepared: _Prepared | None
         prepared = getattr(features.values(), _PREPARED, {}).get(self._batch_key)
-        return prepared.batch if prepared is not None and prepared.is_of(features) else None
+        return prepared if prepared is not None and prepared.is_of(features) else None
 
     @property
     def _batch_key(self) -> tuple[object, ...]:
@@ -315,6 +330,7 @@ class _Collection(FusedOptimizerModule, nn.Module):
             self._id_policy,
             self._batch_size,
             capacity,
+            None if self._on_device is None else str(self.device),
         )
 
     @contextmanager
@@ -352,19 +368,26 @@ class _Collection(FusedOptimizerModule, nn.Module):
             for name, weight in self._weights().items()
         }
 
-    def _batch_of(self, features: KeyedJaggedTensor | SparseBatch) -> SparseBatch | _Replacement:
+    def _batch_of(
+        self, features: KeyedJaggedTensor | SparseBatch | DeviceBatch
+    ) -> SparseBatch | DeviceBatch | _Replacement:
         if self._replacement is not None:
             return self._replacement
-        if isinstance(features, SparseBatch):
+        if isinstance(features, SparseBatch | DeviceBatch):
             if features.fingerprint != self._layout.fingerprint:
                 raise BatchLayoutError(
                     f"the SparseBatch was made for layout {features.fingerprint[:12]}, this module "
                     f"has {self._layout.fingerprint[:12]}: use its own preprocess()"
                 )
             return features
-        return self._attached(features) or self.preprocess(features)
+        attached = self._attached(features)
+        if attached is None:
+            return self.preprocess(features)
+        return attached.batch if attached.pending is None else attached.pending.wait()
 
-    def _lookup(self, batch: SparseBatch | _Replacement, out_shape: Sequence[int]) -> Tensor:
+    def _lookup(
+        self, batch: SparseBatch | DeviceBatch | _Replacement, out_shape: Sequence[int]
+    ) -> Tensor:
         if isinstance(batch, _Replacement):
             return batch.lookup(out_shape)
         weights = self._weights()
@@ -376,15 +399,20 @@ class _Collection(FusedOptimizerModule, nn.Module):
                 f"tables {self._table_order} are on the meta device: call "
                 'to_empty(device="cpu") and reset_parameters(), or load a checkpoint'
             )
-        buffers = ops.as_tensors(batch)
-        geometry = self._layout.geometry(batch)
+        tables: list[Tensor]
+        if self._on_device is not None:
+            buffers, tables, geometry = self._on_device.inputs(batch)
+        else:
+            host = batch.batch if isinstance(batch, DeviceBatch) else batch
+            buffers, geometry = ops.as_tensors(host), self._layout.geometry(host)
+            tables = [weights[name] for name in self._table_order]
 
         def update(grad: Tensor) -> None:
             self._optimizer.update(grad, buffers, geometry, self._table_order)
 
         return ops.lookup(
             buffers,
-            [weights[name] for name in self._table_order],
+            tables,
             geometry,
             out_shape,
             update=update if training else None,
@@ -406,10 +434,46 @@ class _Collection(FusedOptimizerModule, nn.Module):
         return weights_of(getattr(self, self._tables_name))
 
     def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> Self:
-        check_stays(fn, self._table_order, ("cpu", "meta"))
-        super()._apply(fn, recurse)  # type: ignore[no-untyped-call]
-        self._optimizer.rebind(self._weights())
+        allowed = ("meta", *backends.FOR_DEVICE)
+        device = check_stays(fn, self._table_order, allowed, device=self.device)
+        if self._on_device is not None and device == self.device:
+            return self
+        if takes_stacks(device):
+            self._to_device(device)
+        else:
+            if self._on_device is not None:
+                self._to_host()
+            super()._apply(fn, recurse)  # type: ignore[no-untyped-call]
+            self._optimizer.rebind(self._weights())
         return self
+
+    def _to_device(self, device: torch.device) -> None:
+        """Moves tables and their state into device form; their parameters become shapes."""
+        optimizer, weights = self._optimizer, self._weights()
+        tables = DeviceTables(
+            self._layout,
+            optimizers=self.table_optimizers,
+            specs={name: optimizer.spec(name) for name in weights},
+            capacity=self._capacity,
+            device=device,
+        )
+        if self._on_device is not None:
+            self._to_host()
+        tables.fill({name: [w, *optimizer.slots(name)] for name, w in self._weights().items()})
+        self._replace_weights({n: torch.empty_like(w, device="meta") for n, w in weights.items()})
+        self._optimizer.rebind(self._weights(), device=tables)
+        self._on_device = tables
+
+    def _to_host(self) -> None:
+        """Moves tables and their state out of device form, into the parameters."""
+        assert self._on_device is not None
+        self._replace_weights({name: self._on_device.read(name) for name in self._weights()})
+        self._optimizer.rebind(self._weights())
+        self._on_device = None
+
+    def _replace_weights(self, weights: Mapping[str, Tensor]) -> None:
+        for name, module in getattr(self, self._tables_name).items():
+            module.weight = nn.Parameter(weights[name], requires_grad=module.weight.requires_grad)
 
     def __getstate__(self) -> dict[str, Any]:
         """All but the preprocessor, whose threads and scratch memory cannot be copied."""
@@ -511,7 +575,7 @@ class SparseCoreEmbeddingBagCollection(_Collection, EmbeddingBagCollectionInterf
         return COMBINERS[config.pooling]
 
     @torch.compiler.disable  # type: ignore[untyped-decorator]  # the preprocessor is native code
-    def forward(self, features: KeyedJaggedTensor | SparseBatch) -> KeyedTensor:
+    def forward(self, features: KeyedJaggedTensor | SparseBatch | DeviceBatch) -> KeyedTensor:
         """Pools the rows of every bag; an empty bag gives zeros.
 
         Args:
@@ -520,7 +584,7 @@ class SparseCoreEmbeddingBagCollection(_Collection, EmbeddingBagCollectionInterf
         Returns:
             float32 (B, sum of D), one block of columns a feature, in config order.
         """
-        if not isinstance(features, SparseBatch):
+        if not isinstance(features, SparseBatch | DeviceBatch):
             features = maybe_td_to_kjt(features, None)
         batch = self._batch_of(features)
         return KeyedTensor(
@@ -539,7 +603,7 @@ class SparseCoreEmbeddingBagCollection(_Collection, EmbeddingBagCollectionInterf
 
     def reset_parameters(self) -> None:
         """Gives every table its first values again, by the config's init_fn."""
-        _reset(self._configs, self._weights())
+        _reset(self._configs, self._weights(), self._on_device)
 
 
 class SparseCoreEmbeddingCollection(_Collection, EmbeddingCollectionInterface):
@@ -627,7 +691,9 @@ class SparseCoreEmbeddingCollection(_Collection, EmbeddingCollectionInterface):
         return None  # TorchRec's sequences know no weights either
 
     @torch.compiler.disable  # type: ignore[untyped-decorator]  # as above
-    def forward(self, features: KeyedJaggedTensor | SparseBatch) -> dict[str, JaggedTensor]:
+    def forward(
+        self, features: KeyedJaggedTensor | SparseBatch | DeviceBatch
+    ) -> dict[str, JaggedTensor]:
         """Looks up every id.
 
         Args:
@@ -638,7 +704,7 @@ class SparseCoreEmbeddingCollection(_Collection, EmbeddingCollectionInterface):
             By output name, in config order: values float32 (N_f, D), lengths (B,) of the KJT's
             dtype, and with need_indices the ids as weights.
         """
-        if not isinstance(features, SparseBatch):
+        if not isinstance(features, SparseBatch | DeviceBatch):
             features = maybe_td_to_kjt(features, None)
         elif self._need_indices:
             raise BatchLayoutError(
@@ -655,11 +721,12 @@ class SparseCoreEmbeddingCollection(_Collection, EmbeddingCollectionInterface):
             )
         )
         sizes = [num_ids[feature.config_index] for feature in self._layout.features]
-        rows = torch.split(self._lookup(batch, (sum(sizes), self._dim)), sizes)
+        vectors = self._lookup(batch, (sum(sizes), self._dim))
+        rows = torch.split(vectors, sizes)
         lengths = (
             batch.lengths if isinstance(batch.lengths, Tensor) else torch.from_numpy(batch.lengths)
-        )
-        indices = self._indices(features)
+        ).to(vectors.device)
+        indices = self._indices(features, vectors.device)
         return {
             feature.output_name: JaggedTensor(
                 values=rows[index],
@@ -669,10 +736,12 @@ class SparseCoreEmbeddingCollection(_Collection, EmbeddingCollectionInterface):
             for index, feature in enumerate(self._layout.features)
         }
 
-    def _indices(self, features: KeyedJaggedTensor | SparseBatch) -> dict[str, Tensor] | None:
-        if not self._need_indices or isinstance(features, SparseBatch):
+    def _indices(
+        self, features: KeyedJaggedTensor | SparseBatch | DeviceBatch, device: torch.device
+    ) -> dict[str, Tensor] | None:
+        if not self._need_indices or isinstance(features, SparseBatch | DeviceBatch):
             return None
-        indices = torch.split(features.values(), features.length_per_key())
+        indices = torch.split(features.values().to(device), features.length_per_key())
         return dict(zip(features.keys(), indices, strict=True))
 
     def embedding_configs(self) -> list[EmbeddingConfig]:
@@ -693,7 +762,7 @@ class SparseCoreEmbeddingCollection(_Collection, EmbeddingCollectionInterface):
 
     def reset_parameters(self) -> None:
         """Gives every table its first values again, by the config's init_fn."""
-        _reset(self._configs, self._weights())
+        _reset(self._configs, self._weights(), self._on_device)
 
 
 SparseCoreCollection = SparseCoreEmbeddingBagCollection | SparseCoreEmbeddingCollection
@@ -728,19 +797,33 @@ def check_table(config: BaseEmbeddingConfig, weight: Tensor) -> None:
 
 
 def check_stays(
-    fn: Callable[[Tensor], Tensor], tables: Sequence[str], devices: Sequence[str] = ("cpu",)
-) -> None:
+    fn: Callable[[Tensor], Tensor],
+    tables: Sequence[str],
+    devices: Sequence[str] = ("cpu",),
+    *,
+    device: torch.device | str = "cpu",
+) -> torch.device:
     """Refuses what `nn.Module._apply` would do to tables when it changes their dtype or device.
+
+    Args:
+        fn: as of `_apply`.
+        tables: names.
+        devices: types of those that they may be on.
+        device: where they are.
+
+    Returns:
+        Where they would be.
 
     Raises:
         TableError: says what it would become.
     """
-    probe = fn(torch.empty(0))
+    probe = fn(torch.empty(0, device=device))
     if probe.dtype != torch.float32 or probe.device.type not in devices:
         raise TableError(
-            f"tables {list(tables)} are float32 on cpu, they cannot become {probe.dtype} on "
+            f"tables {list(tables)} are float32 on {torch.device(device).type}, they cannot become {probe.dtype} on "
             f"{probe.device}"
         )
+    return probe.device
 
 
 def _check_kinds(configs: Sequence[BaseEmbeddingConfig]) -> None:
@@ -775,8 +858,54 @@ def _device(device: torch.device | str | None) -> torch.device | None:
     return None if device is None else torch.device(device)
 
 
-def _reset(configs: Sequence[BaseEmbeddingConfig], weights: Mapping[str, nn.Parameter]) -> None:
+def _reset(
+    configs: Sequence[BaseEmbeddingConfig],
+    weights: Mapping[str, nn.Parameter],
+    on_device: DeviceTables | None,
+) -> None:
     for config in configs:
-        weight = weights[config.name]
+        weight: Tensor = weights[config.name]
+        if on_device is not None:
+            weight = torch.empty_like(weight, device="cpu")
         if not weight.is_meta and config.init_fn is not None:
             config.init_fn(weight)
+            if on_device is not None:
+                on_device.write(config.name, weight)
+
+
+def _read_from_device(
+    module: _Collection,
+    state_dict: dict[str, Any],
+    prefix: str,
+    local_metadata: dict[str, Any],  # noqa: ARG001
+) -> None:
+    """Puts logical tables into a state dict, where there are only shapes."""
+    if module._on_device is not None:
+        for name in module._weights():
+            key = f"{prefix}{module._tables_name}.{name}.weight"
+            state_dict[key] = module._on_device.read(name)
+
+
+def _write_to_device(
+    module: _Collection,
+    state_dict: dict[str, Any],
+    prefix: str,
+    local_metadata: dict[str, Any],  # noqa: ARG001
+    strict: bool,  # noqa: ARG001
+    missing_keys: list[str],  # noqa: ARG001
+    unexpected_keys: list[str],  # noqa: ARG001
+    error_msgs: list[str],
+) -> None:
+    """Takes logical tables out of a state dict; what is left for the parameters are shapes."""
+    if module._on_device is None:
+        return
+    for name, weight in module._weights().items():
+        key = f"{prefix}{module._tables_name}.{name}.weight"
+        value = state_dict.get(key)
+        if value is None or value.shape != weight.shape:
+            continue  # torch complains of it
+        try:
+            module._on_device.write(name, value)
+        except Exception as error:
+            error_msgs.append(f"table {name!r}: {error}")
+        state_dict[key] = weight

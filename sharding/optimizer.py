@@ -16,6 +16,7 @@ import torch
 from torch import Tensor, nn
 from torchrec.optim.fused import EmptyFusedOptimizer, FusedOptimizer
 
+from torchrec_tpu.sharding.device import DeviceTables
 from torchrec_tpu.sparsecore import ops
 from torchrec_tpu.sparsecore.errors import OptimizerError, StateDictError
 from torchrec_tpu.sparsecore.geometry import Geometry
@@ -73,6 +74,7 @@ class FusedEmbeddingOptimizer(FusedOptimizer):
             key: table name -> parameter name in state dicts.
         """
         self._specs = dict(specs)
+        self._on_device: DeviceTables | None = None
         self._keys = {table: key(table) for table in weights}
         groups: dict[OptimizerSpec, dict[str, Any]] = {}
         for table, weight in weights.items():
@@ -118,8 +120,7 @@ class FusedEmbeddingOptimizer(FusedOptimizer):
             operands = [self._operands(name, group_of[self.weight(name)]) for name in names]
             arguments.append(
                 (
-                    [self.weight(name).detach() for name in names],
-                    [slot for name in names for slot in self.slots(name)],
+                    *self._arrays(names),
                     torch.tensor(operands, dtype=torch.float32),
                     geometry.select(indices).encode(),
                     rule,
@@ -132,15 +133,29 @@ class FusedEmbeddingOptimizer(FusedOptimizer):
         for step in {id(step): step for step in steps if step is not None}.values():
             step.add_(1)  # once, also where shards of a table share it
 
+    def _arrays(self, tables: Sequence[str]) -> tuple[list[Tensor], list[Tensor]]:
+        """Weights and slots as the op takes them, table by table or stack by stack."""
+        if self._on_device is not None:
+            return self._on_device.arrays(tables)
+        slots = [slot for table in tables for slot in self.slots(table)]
+        return [self.weight(table).detach() for table in tables], slots
+
     def weight(self, table: str) -> nn.Parameter:
-        """The live weights of one table, (V, D)."""
+        """The parameter of one table, (V, D): its live weights, unless they are on a device."""
         return self.params[self._keys[table]]  # type: ignore[no-any-return]
 
     def slots(self, table: str) -> list[Tensor]:
-        """The live state of one table in the rule's order, (V, D) or (V,) each."""
+        """The live state of one table in the rule's order, (V, D) or (V,); on a device a copy."""
         state = self.state[self.params[self._keys[table]]]
+        names = self._slot_names(table)
+        if self._on_device is not None:
+            return [self._on_device.read(table, 1 + index) for index in range(len(names))]
+        return [state[name] for name in names]
+
+    def _slot_names(self, table: str) -> list[str]:
+        """Names of a table's slots in its state, in the rule's order."""
         rule = self._specs[table].rule
-        return [state[f"{table}.{state_name(rule, index)}"] for index in range(len(rule.slots))]
+        return [f"{table}.{state_name(rule, index)}" for index in range(len(rule.slots))]
 
     def operands(self, table: str, *, ahead: int = 0) -> tuple[float, ...]:
         """The rule's operands for the next update of a table, with the current hyperparameters.
@@ -212,6 +227,14 @@ class FusedEmbeddingOptimizer(FusedOptimizer):
         for group in self.param_groups:
             group.update((name, value) for name, value in params_dict.items() if name in group)
 
+    def state_dict(self) -> dict[str, Any]:
+        """The state by parameter name; see the class. On a device, the tensors are copies."""
+        result = super().state_dict()
+        if self._on_device is not None:
+            for table, key in self._keys.items():
+                result["state"][key] |= zip(self._slot_names(table), self.slots(table), strict=True)
+        return result
+
     def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
         """Copies a state dict into the live tensors, after all of it has been checked.
 
@@ -248,24 +271,49 @@ class FusedEmbeddingOptimizer(FusedOptimizer):
                 f"the state dict has parameters {sorted(unknown)} that are not here; tables: "
                 f"{sorted(self._keys)}"
             )
+        if self._on_device is not None:
+            for table, key in self._keys.items():
+                for index, name in enumerate(self._slot_names(table)):
+                    self._on_device.write(table, loaded[key][name], 1 + index)
+                    loaded[key][name] = self.state[self.params[key]][name]  # a shape on "meta"
         super().load_state_dict({**state_dict, "state": loaded})
 
-    def rebind(self, weights: Mapping[str, nn.Parameter]) -> None:
+    def rebind(
+        self, weights: Mapping[str, nn.Parameter], *, device: DeviceTables | None = None
+    ) -> None:
         """Follows parameters that were replaced or moved; state of meta tables starts anew.
 
         The dicts and groups change in place, so that wrappers which hold them stay valid.
+
+        Args:
+            weights: parameter of each table.
+            device: what has the tables and their state from now on. The parameters, and the
+                state here, are shapes on "meta" then; only the number of updates stays.
         """
         for table, weight in weights.items():
             old = self.params[self._keys[table]]
-            state = {
-                name: value if value.device == weight.device else value.to(weight.device)
-                for name, value in self.state.pop(old).items()
-                if not value.is_meta
-            }
+            slots = dict(zip(self._slot_names(table), self.slots(table), strict=True))
+            state = self.state.pop(old) | (slots if self._on_device is not None else {})
+            if device is not None:
+                state = {
+                    name: value.to("meta")
+                    if name in slots
+                    else torch.zeros((), dtype=value.dtype)
+                    if value.is_meta
+                    else value
+                    for name, value in state.items()
+                }
+            else:
+                state = {
+                    name: value if value.device == weight.device else value.to(weight.device)
+                    for name, value in state.items()
+                    if not value.is_meta
+                }
             self.params[self._keys[table]] = weight
             self.state[weight] = state or self._initial_state(table, weight)
             for group in self.param_groups:
                 group["params"][:] = [weight if p is old else p for p in group["params"]]
+        self._on_device = device
         self.mark_parameters()
 
     def mark_parameters(self) -> None:

@@ -469,6 +469,72 @@ def flatten_concatenations(mlir: Mlir, block: Any) -> None:
         operation.operation.erase()
 
 
+def slice_sources(mlir: Mlir, block: Any) -> None:
+    """Takes slices of slices that were joined in between from what those are slices of, in place.
+
+    The gradients of a collection's features are slices of the dense part's gradient; a model that
+    takes its features one by one has them joined, and the collection takes them apart again. libtpu
+    writes what is joined to memory.
+    """
+    for operation in list(block.operations):
+        outer = _minor_slice(mlir, operation.operation)
+        if outer is None:
+            continue
+        reshaped = operation.operation.operands[0]
+        shape = list(reshaped.type.shape)
+        joined = reshaped
+        if _is_made_by(mlir, joined, "stablehlo.reshape"):
+            joined = joined.owner.operands[0]
+        if not _is_made_by(mlir, joined, "stablehlo.concatenate"):
+            continue
+        axis = len(joined.type.shape) - 1
+        if int(joined.owner.attributes["dimension"]) != axis or joined.type.shape[-1] != shape[-1]:
+            continue
+        end = 0
+        for part in joined.owner.operands:
+            start, end = end, end + part.type.shape[-1]
+            if start <= outer[0] and outer[1] <= end:
+                break
+        else:
+            continue
+        inner = _minor_slice(mlir, part.owner) if _is_made_by(mlir, part, _SLICE) else None
+        if inner is None:
+            continue
+        source = part.owner.operands[0]
+        shape[-1] = source.type.shape[-1]
+        with mlir.ir.InsertionPoint(operation):
+            element = mlir.ir.RankedTensorType(source.type).element_type
+            whole = mlir.hlo.reshape(mlir.ir.RankedTensorType.get(shape, element), source)
+            first, last = (inner[0] + bound - start for bound in outer)
+            new = mlir.hlo.slice(
+                whole,
+                mlir.ir.DenseI64ArrayAttr.get([*[0] * (len(shape) - 1), first]),
+                mlir.ir.DenseI64ArrayAttr.get([*shape[:-1], last]),
+                mlir.ir.DenseI64ArrayAttr.get([1] * len(shape)),
+            )
+        operation.operation.results[0].replace_all_uses_with(new)
+
+
+_SLICE: Final = "stablehlo.slice"
+
+
+def _is_made_by(mlir: Mlir, value: Value, name: str) -> bool:
+    return not isinstance(value.owner, mlir.ir.Block) and value.owner.name == name
+
+
+def _minor_slice(mlir: Mlir, operation: Any) -> tuple[int, int] | None:
+    """Bounds of a slice that takes a range of the last dimension and all of the others."""
+    if operation.name != _SLICE:
+        return None
+    shape = list(mlir.ir.RankedTensorType(operation.operands[0].type).shape)
+    starts, limits, strides = (
+        list(mlir.ir.DenseI64ArrayAttr(operation.attributes[name]))
+        for name in ("start_indices", "limit_indices", "strides")
+    )
+    is_minor = not any(starts[:-1]) and limits[:-1] == shape[:-1] and set(strides) == {1}
+    return (starts[-1], limits[-1]) if is_minor else None
+
+
 def constants(mlir: Mlir, arrays: Sequence[npt.NDArray[Any]]) -> list[Value]:
     """Constant tensors with the values of `arrays`."""
     ir = mlir.ir

@@ -674,6 +674,8 @@ class _Assembly:
                 raise ProgramError("the assembled step is not valid StableHLO")
             lowering.flatten_concatenations(mlir, main.regions[0].blocks[0])
             adapter.simplify(module)  # values of the module do not survive this
+            lowering.slice_sources(mlir, lowering.public_function(module).regions[0].blocks[0])
+            adapter.simplify(module)
             return Program(
                 text=str(module),
                 arguments=tuple(arguments),

@@ -8,13 +8,14 @@ import numpy as np
 import pytest
 import torch
 import torchrec
+from torch.testing._internal.distributed.fake_pg import FakeStore
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from torchrec_tpu import streams
+from torchrec_tpu.sharding import transfer
 from torchrec_tpu.sharding.embeddings import SparseCoreEmbeddingBagCollection
 from torchrec_tpu.sparsecore.batch import SparseBatch
 from torchrec_tpu.sparsecore.optimizers import adam
-from torchrec_tpu.streams import Copier, on_device, rank_order, spmd_safe
+from torchrec_tpu.streams import Copier, device_mesh, on_device, rank_order, spmd_safe
 
 
 def collection() -> SparseCoreEmbeddingBagCollection:
@@ -81,7 +82,7 @@ def test_training_on_copied_batches_is_training_on_the_batches(
     monkeypatch: pytest.MonkeyPatch, ahead: int, late: bool
 ) -> None:
     if late:
-        monkeypatch.setattr(streams, "_new_stream", lambda _: LateStream())
+        monkeypatch.setattr(transfer, "_new_stream", lambda _: LateStream())
     losses, state = train(batches)
     copied_losses, copied_state = train(
         lambda model: (item.batch for item in on_device(batches(model), "cpu", ahead=ahead))
@@ -103,7 +104,7 @@ def test_a_copy_is_over_before_its_staging_buffer_is_filled_again(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     """Nobody waits for the first of the copies; it must not get the second one's ids."""
-    monkeypatch.setattr(streams, "_new_stream", lambda _: LateStream())
+    monkeypatch.setattr(transfer, "_new_stream", lambda _: LateStream())
     model = collection()
     first, second = batches(model, 2)
     copier = Copier("cpu", num_staging=1)
@@ -141,3 +142,13 @@ def test_without_a_tpu_functions_are_not_marked_and_ranks_are_in_order() -> None
 
     assert spmd_safe(function) is function
     assert rank_order([2, 3]) == [0, 1, 2, 3, 4, 5]
+
+
+def test_without_a_tpu_a_mesh_is_of_the_cpu_and_in_order() -> None:
+    torch.distributed.init_process_group("fake", store=FakeStore(), rank=0, world_size=6)
+    try:
+        mesh = device_mesh([2, 3], ["hosts", "chips"])
+        assert (mesh.device_type, mesh.mesh_dim_names) == ("cpu", ("hosts", "chips"))
+        assert mesh.mesh.tolist() == [[0, 1, 2], [3, 4, 5]]
+    finally:
+        torch.distributed.destroy_process_group()
