@@ -62,6 +62,23 @@ def live_beside_torch_tpu() -> None:
         tpu.is_available = _tpu_is_available
 
 
+def hush_torch_about_itself() -> None:
+    """Takes back a warning that torch gives users of `is_fx_tracing`, once a process.
+
+    In torch 2.13 torch itself is one, whenever a KeyedJaggedTensor is made. Nothing is filtered:
+    the one time is spent here, where it is not heard.
+    """
+    warn = getattr(torch.fx._symbolic_trace, "is_fx_tracing_warning", None)
+    if warn is None:
+        return
+    logger = torch.fx._symbolic_trace.log
+    was_disabled, logger.disabled = logger.disabled, True
+    try:
+        warn()
+    finally:
+        logger.disabled = was_disabled
+
+
 def _has_google_device() -> bool:
     vendors = Path("/sys/bus/pci/devices").glob("*/vendor")
     return any(vendor.read_text().strip() == _GOOGLE_PCI_VENDOR for vendor in vendors)

@@ -1,8 +1,9 @@
 """StableHLO through libtpu, for a slice that need not exist: `compile_program(program, topology)`.
 
 The compiler runs in a child process, because it may abort, hang, or lock the machine's TPU. The
-child gets a deadline and its whole process group ends with it. What came out, a refusal included,
-is kept on disk: the same program for the same slice costs its seconds or minutes once.
+child gets a deadline, and its whole process group ends with it or with this process. What came out,
+a refusal included, is kept on disk: the same program for the same slice costs its seconds or
+minutes once.
 """
 
 from __future__ import annotations
@@ -20,7 +21,7 @@ import sys
 import tempfile
 import time
 import zlib
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from importlib import metadata
 from pathlib import Path
@@ -240,30 +241,45 @@ def run(
         DeadlineError: the deadline passed.
     """
     with tempfile.TemporaryFile("w+", errors="replace") as output:
-        child = subprocess.Popen(
-            command,
-            env=dict(environment),
-            stdin=subprocess.DEVNULL,
-            stdout=output,
-            stderr=subprocess.STDOUT,
-            start_new_session=True,
-        )
-        ends_at = time.monotonic() + deadline_seconds
-        try:
-            # Not wait(): as long as nobody has, the group's number cannot become another's.
-            while os.waitid(os.P_PID, child.pid, os.WEXITED | os.WNOWAIT | os.WNOHANG) is None:
+        with _process_group() as group:
+            child = subprocess.Popen(
+                command,
+                env=dict(environment),
+                stdin=subprocess.DEVNULL,
+                stdout=output,
+                stderr=subprocess.STDOUT,
+                process_group=group,
+            )
+            ends_at = time.monotonic() + deadline_seconds
+            while child.poll() is None:
                 if time.monotonic() > ends_at:
+                    os.killpg(group, signal.SIGKILL)
+                    child.wait()
                     output.seek(0)
                     raise DeadlineError(
                         f"the compiler did not end within {deadline_seconds:g} s and was stopped; "
                         f"raise deadline_seconds, or look at what it said\n{_tail(output.read())}"
                     )
                 time.sleep(_POLL_SECONDS)
-        finally:
-            os.killpg(child.pid, signal.SIGKILL)  # and what the child has left behind
-            exit_code = child.wait()
         output.seek(0)
-        return exit_code, output.read()
+        return child.returncode, output.read()
+
+
+@contextlib.contextmanager
+def _process_group() -> Iterator[int]:
+    """A group of processes that all end with the block, or with this process however it ends.
+
+    Its first member waits for the end of a pipe that only this process holds open.
+    """
+    guard = subprocess.Popen(
+        ["/bin/sh", "-c", "read -r line; kill -KILL 0"], stdin=subprocess.PIPE, process_group=0
+    )
+    try:
+        yield guard.pid
+    finally:
+        # As long as nobody has waited for the guard, the group's number cannot become another's.
+        os.killpg(guard.pid, signal.SIGKILL)
+        guard.communicate()
 
 
 def main(directory: Path) -> None:

@@ -100,3 +100,22 @@ def test_training_on_cpu_works_beside_an_autoloaded_torch_tpu(imports: str) -> N
         check=False,
     )
     assert result.returncode == 0, result.stderr
+
+
+def test_a_new_kjt_is_no_reason_for_torch_to_warn_of_torch() -> None:
+    script = (
+        "import logging, torch, torchrec_tpu.sharding\n"
+        "from torchrec import KeyedJaggedTensor\n"
+        "log = logging.getLogger('torch.fx._symbolic_trace')\n"
+        "KeyedJaggedTensor(keys=['f'], values=torch.tensor([1]), lengths=torch.tensor([1]))\n"
+        "log.warning('heard')\n"
+    )
+    result = subprocess.run(
+        [sys.executable, "-c", script],
+        env={**os.environ, "PYTHONPATH": os.pathsep.join(sys.path)},
+        capture_output=True,
+        text=True,
+        check=True,
+    )
+    assert "heard" in result.stderr
+    assert "is_fx_tracing" not in result.stderr

@@ -5,7 +5,6 @@ from __future__ import annotations
 import contextlib
 import copy
 import dataclasses
-import logging
 import math
 import os
 import platform
@@ -332,8 +331,6 @@ def run(options: Options) -> int:
         0; 1 when a comparison exceeds its tolerances; 130 when interrupted (after a snapshot).
     """
     recipe = options.recipe
-    # TorchRec asks whether it is being traced by a function that torch warns of, once a process.
-    logging.getLogger("torch.fx._symbolic_trace").setLevel(logging.ERROR)
     _check_memory(recipe, num_models=1 + options.compare)
     if recipe.num_threads is not None:
         torch.set_num_threads(recipe.num_threads)

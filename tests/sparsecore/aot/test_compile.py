@@ -2,8 +2,11 @@
 
 import gzip
 import os
+import signal
+import subprocess
 import sys
 import time
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -172,6 +175,14 @@ def is_alive(pid: int) -> bool:
     return state != "Z"
 
 
+def until(condition: Callable[[], bool]) -> None:
+    """Returns when it holds; fails when it does not for long."""
+    deadline = time.monotonic() + 60
+    while not condition():
+        assert time.monotonic() < deadline
+        time.sleep(0.05)
+
+
 def test_the_deadline_ends_the_child_and_its_children(tmp_path: Path) -> None:
     pids = tmp_path / "pids"
     program = f"""
@@ -187,10 +198,7 @@ time.sleep(600)
     assert time.monotonic() - started < 60
     assert isinstance(error.value, TimeoutError)
     both = [int(pid) for pid in pids.read_text().split()]
-    deadline = time.monotonic() + 10
-    while any(map(is_alive, both)) and time.monotonic() < deadline:
-        time.sleep(0.05)
-    assert not any(map(is_alive, both))
+    until(lambda: not any(map(is_alive, both)))
 
 
 def test_what_a_child_leaves_behind_is_ended_too(tmp_path: Path) -> None:
@@ -201,10 +209,31 @@ child = subprocess.Popen([sys.executable, "-c", "import time; time.sleep(600)"])
 open({str(pid)!r}, "w").write(str(child.pid))
 """
     run(python(program), os.environ, deadline_seconds=60)
-    deadline = time.monotonic() + 10
-    while is_alive(int(pid.read_text())) and time.monotonic() < deadline:
-        time.sleep(0.05)
-    assert not is_alive(int(pid.read_text()))
+    until(lambda: not is_alive(int(pid.read_text())))
+
+
+@pytest.mark.parametrize("number", [signal.SIGKILL, signal.SIGTERM])
+def test_the_child_does_not_survive_its_parent(tmp_path: Path, number: signal.Signals) -> None:
+    pids = tmp_path / "pids"
+    child = f"""
+import os, subprocess, sys, time
+child = subprocess.Popen([sys.executable, "-c", "import time; time.sleep(600)"])
+open({str(pids) + ".new"!r}, "w").write(f"{{os.getpid()}} {{child.pid}}")
+os.replace({str(pids) + ".new"!r}, {str(pids)!r})
+time.sleep(600)
+"""
+    program = f"""
+import os, sys
+from torchrec_tpu.sparsecore.aot.compile import run
+run([sys.executable, "-c", {child!r}], os.environ, deadline_seconds=600)
+"""
+    path = os.pathsep.join(sys.path)
+    with subprocess.Popen(python(program), env={**os.environ, "PYTHONPATH": path}) as parent:
+        until(pids.exists)
+        both = [int(pid) for pid in pids.read_text().split()]
+        assert all(map(is_alive, both))
+        parent.send_signal(number)
+    until(lambda: not any(map(is_alive, both)))
 
 
 @pytest.mark.parametrize(
