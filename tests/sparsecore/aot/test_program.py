@@ -9,7 +9,7 @@ import sys
 import numpy as np
 import pytest
 
-from torchrec_tpu.sparsecore.aot import adapter
+from torchrec_tpu.sparsecore.aot import adapter, lowering
 from torchrec_tpu.sparsecore.aot.pipeline import Driver, Feed
 from torchrec_tpu.sparsecore.aot.program import ACTIVE, Program, program_layout
 from torchrec_tpu.sparsecore.capacity import Capacity
@@ -150,6 +150,59 @@ def test_features_are_joined_flat(program):
     width = DIM * (1 + len(TABLES))
     assert any(f"-> tensor<{BATCH}x{width}xf32>" in line for line in joined)
     assert not [line for line in joined if f"-> tensor<{BATCH}x{1 + len(TABLES)}x{DIM}" in line]
+
+
+def test_gradients_are_taken_from_where_they_are(program):
+    """Not from what a model that takes its features one by one has joined in between."""
+    width = DIM * len(TABLES)
+    joined = f"(tensor<{BATCH}x{width}xf32>) -> tensor<{CORES}x{BATCH // CORES}x{width}xf32>"
+    assert joined not in program.text
+    assert joined.replace(str(width), str(width + DIM)) in program.text
+
+
+def sliced(first, last, *, join=1, inner="[0:4, 2:6]"):
+    """Columns first..last of (4, 4) joined to (4, 3), seen as (2, 2, 7), after the pass."""
+    shape = [4, 4]
+    shape[join] += 3 if join else 4
+    rest = "4x3" if join else "4x4"
+    whole = "x".join(map(str, shape))
+    seen = [2, shape[0] // 2, shape[1]]
+    text = f"""
+    func.func public @main(%a: tensor<9x9xf32>, %b: tensor<{rest}xf32>) -> tensor<*xf32> {{
+      %0 = stablehlo.slice %a {inner} : (tensor<9x9xf32>) -> tensor<4x4xf32>
+      %1 = stablehlo.concatenate %0, %b, dim = {join}
+          : (tensor<4x4xf32>, tensor<{rest}xf32>) -> tensor<{whole}xf32>
+      %2 = stablehlo.reshape %1 : (tensor<{whole}xf32>) -> tensor<{"x".join(map(str, seen))}xf32>
+      %3 = stablehlo.slice %2 [0:2, 0:{seen[1]}, {first}:{last}]
+          : (tensor<{"x".join(map(str, seen))}xf32>) -> tensor<2x{seen[1]}x{last - first}xf32>
+      return %3 : tensor<2x{seen[1]}x{last - first}xf32>
+    }}""".replace("tensor<*xf32>", f"tensor<2x{seen[1]}x{last - first}xf32>")
+    text = text.replace("tensor<9x9xf32>", "tensor<4x9xf32>")
+    with adapter.mlir() as mlir:
+        module = mlir.ir.Module.parse(text)
+        lowering.slice_sources(mlir, lowering.public_function(module).regions[0].blocks[0])
+        adapter.simplify(module)
+        assert module.operation.verify()
+        return str(module)
+
+
+def test_a_slice_of_a_joined_slice_is_one_of_its_source():
+    text = sliced(1, 3)
+    assert "stablehlo.concatenate" not in text
+    assert "stablehlo.slice %0 [0:2, 0:2, 3:5]" in text
+    assert "(tensor<4x9xf32>) -> tensor<2x2x9xf32>" in text
+
+
+@pytest.mark.parametrize(
+    "arguments",
+    [
+        {"first": 3, "last": 5},  # of both parts
+        {"first": 5, "last": 7},  # of what is no slice
+        {"first": 1, "last": 3, "join": 0},  # rows, not columns, are joined
+    ],
+)
+def test_other_slices_stay(arguments):
+    assert "stablehlo.concatenate" in sliced(**arguments)
 
 
 def test_one_device_has_no_collective():
