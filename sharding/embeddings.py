@@ -820,8 +820,8 @@ def check_stays(
     probe = fn(torch.empty(0, device=device))
     if probe.dtype != torch.float32 or probe.device.type not in devices:
         raise TableError(
-            f"tables {list(tables)} are float32 on {torch.device(device).type}, they cannot become {probe.dtype} on "
-            f"{probe.device}"
+            f"tables {list(tables)} are float32 on {torch.device(device).type}, they cannot become "
+            f"{probe.dtype} on {probe.device}"
         )
     return probe.device
 
