@@ -19,6 +19,7 @@ from collections import deque
 from collections.abc import Iterator
 from dataclasses import dataclass
 from functools import partial
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -102,7 +103,7 @@ def train(options: Options) -> Iterator[tuple[Progress, float]]:
             for feature in recipe.features
         },
     )
-    model = DistributedModelParallel(
+    dmp = DistributedModelParallel(
         model,
         device=device,
         plan=planner.collective_plan(model, sharders, dist.group.WORLD),
@@ -114,20 +115,20 @@ def train(options: Options) -> Iterator[tuple[Progress, float]]:
         print(planner.sparsecore_plan)
 
     dense_optimizer = KeyedOptimizerWrapper(
-        dict(in_backward_optimizer_filter(model.named_parameters())),
+        dict(in_backward_optimizer_filter(dmp.named_parameters())),
         partial(torch_optimizer, recipe.dense_optimizer),
     )
     progress = Progress()
     save = partial(
         torchrec_tpu.save_checkpoint,
-        model=model,
+        model=dmp,
         optimizers=dense_optimizer,
         deadline_seconds=options.deadline_seconds,
     )
     if options.folder is not None and torchrec_tpu.latest_checkpoint(options.folder) is not None:
         restored = torchrec_tpu.load_checkpoint(
             options.folder,
-            model,
+            dmp,
             optimizers=dense_optimizer,
             deadline_seconds=options.deadline_seconds,
         )
@@ -135,9 +136,8 @@ def train(options: Options) -> Iterator[tuple[Progress, float]]:
         if rank == 0:
             print(f"goes on after step {progress.step}, from {restored.path.name}", flush=True)
 
-    pipeline = TrainPipelineSparseDist(
-        model, CombinedOptimizer([model.fused_optimizer, dense_optimizer]), device
-    )
+    optimizer = CombinedOptimizer([dmp.fused_optimizer, dense_optimizer])
+    pipeline: TrainPipelineSparseDist[Batch, Any] = TrainPipelineSparseDist(dmp, optimizer, device)
     feed = Feed(open_data(options, recipe), progress)
     batches = (part_of(batch, rank, world_size) for batch in feed)
     while progress.step < options.steps:

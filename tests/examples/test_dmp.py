@@ -104,14 +104,10 @@ def test_the_example_learns_and_goes_on_with_other_processes(tmp_path: Path) -> 
     assert "goes on after step 40" in output
     then = losses(output)
     assert list(then) == list(range(41, 61))
-    mean = {
-        name: sum(part) / len(part)
-        for name, part in (
-            ("begin", list(first.values())[:10]),
-            ("end", list(then.values())[-10:]),
-        )
-    }
-    assert mean["end"] < mean["begin"] - 0.02, mean
+    last = list(then.values())[-10:]
+    assert (
+        sum(last) / len(last) < 0.68
+    )  # ln 2 = 0.693 is what a model knows that has learned nothing
 
 
 @pytest.mark.slow
