@@ -19,13 +19,10 @@ from typing import Any, Final
 import torch
 import torch.distributed as dist
 from torch import nn
-from torch.distributed.checkpoint.api import CheckpointException
 from torch.distributed.checkpoint.metadata import Metadata
-from torch.distributed.checkpoint.state_dict_loader import load
-from torch.distributed.checkpoint.state_dict_saver import save
 
 from torchrec_tpu.sharding.checkpoint import files
-from torchrec_tpu.sharding.checkpoint.contents import UPSTREAM_KEY, Contents
+from torchrec_tpu.sharding.checkpoint.contents import OWN_KEY, UPSTREAM_KEY, Contents
 from torchrec_tpu.sharding.checkpoint.restore import Restoration, plan_restoration
 from torchrec_tpu.sharding.checkpoint.state import (
     Optimizers,
@@ -47,7 +44,11 @@ from torchrec_tpu.sharding.checkpoint.storage import (
     missing_bytes,
 )
 from torchrec_tpu.sharding.checkpoint.team import Team, team_of
-from torchrec_tpu.sparsecore.errors import CheckpointError, DamagedCheckpointError
+from torchrec_tpu.sparsecore.errors import (
+    CheckpointError,
+    DamagedCheckpointError,
+    TorchrecTpuError,
+)
 
 __all__ = ["Restored", "latest_checkpoint", "load_checkpoint", "save_checkpoint"]
 
@@ -152,7 +153,7 @@ def save_checkpoint(
             with _jointly(team):
                 if team.rank == 0:
                     published = files.publish(draft, records, _facts(step, tables, team), keep=keep)
-        except CheckpointError:
+        except BaseException:
             if team.rank == 0:
                 files.discard(draft)
             raise
@@ -226,10 +227,10 @@ def load_checkpoint(
                 optimized(model, optimizers) if with_optimizer else {},
                 saved_tables=manifest.get("tables", {}),
                 strict=strict,
-                read_objects=lambda keys: _read(reader, BoxLoader((), keys)),
+                read_objects=lambda keys: _read(reader, metadata, BoxLoader((), keys)),
             )
         with _jointly(team):  # from here on values change
-            _read(reader, BoxLoader(restoration.requests))
+            _read(reader, metadata, BoxLoader(restoration.requests))
             restoration.finish()
             if restoration.extra:
                 unwrapped(model).load_state_dict(restoration.extra, strict=False)
@@ -238,7 +239,7 @@ def load_checkpoint(
         world_size = manifest.get("world_size")
         keys = [key for key in ("progress", "schedulers", own) if key in contents.objects]
         with _jointly(team):
-            found = _read(reader, BoxLoader((), keys))
+            found = _read(reader, metadata, BoxLoader((), keys))
             if schedulers:
                 saved = found.get("schedulers", [])
                 if len(saved) != len(schedulers):
@@ -268,42 +269,44 @@ def latest_checkpoint(folder: str | os.PathLike[str]) -> Path | None:
 @contextmanager
 def _jointly(team: Team) -> Iterator[None]:
     """A part of the work that all ranks have done, or none goes on."""
-    failure: Exception | None = None
+    failure: TorchrecTpuError | None = None
     try:
         yield
-    except Exception as error:
+    except TorchrecTpuError as error:
         failure = error
-        if isinstance(error, OSError):
-            failure = CheckpointError(f"rank {team.rank}: {error}")
-            failure.__cause__ = error
+    except Exception as error:
+        failure = CheckpointError(f"rank {team.rank}: {type(error).__name__}: {error}")
+        failure.__cause__ = error
     team.agree(failure)
 
 
 def _write(draft: Path, state: Mapping[Path_, Any], team: Team) -> list[files.FileRecord]:
-    """Writes everything, on every rank; the records of all files on all ranks."""
+    """Writes everything, on every rank; the records of all files on all ranks.
+
+    These are the steps of `torch.distributed.checkpoint.save`, with collectives that name the rank
+    that is missing.
+    """
     keys = {".".join(path): path for path in state}
     # torch_tpu's SparseCoreLoadPlanner takes tables for stacks of one core, which is what they are
-    upstream = {UPSTREAM_KEY: {"world_size": 1, "num_sc_per_device": 1}}
-    writer = Writer(draft)
-    try:
-        with _quiet():
-            save(
-                {key: state[path] for key, path in keys.items()},
-                storage_writer=writer,
-                planner=BlockSaver(keys, upstream),
-                process_group=team.group,
-                no_dist=team.group is None,
-            )
-    except CheckpointException as error:
-        reasons = "; ".join(
-            f"rank {rank}: {type(failure).__name__}: {failure}"
-            for rank, (failure, _) in sorted(error.failures.items())
+    facts = {OWN_KEY: files.FORMAT, UPSTREAM_KEY: {"world_size": 1, "num_sc_per_device": 1}}
+    planner, writer = BlockSaver(keys, facts), Writer(draft)
+    with _jointly(team):
+        planner.set_up_planner(
+            {key: state[path] for key, path in keys.items()},
+            writer.storage_meta(),
+            team.rank == 0,
         )
-        raise CheckpointError(f"{draft.name} was not saved: {reasons}") from error
-    except RuntimeError as error:  # a collective has failed
-        raise CheckpointError(
-            f"{draft.name} was not saved: rank {team.rank} has lost another rank: {error}"
-        ) from error
+        writer.set_up_storage_writer(team.rank == 0)
+        plan = writer.prepare_local_plan(planner.create_local_plan())
+    plans = team.gather(plan)
+    with _jointly(team):
+        plans, metadata = planner.create_global_plan(plans)
+        plan = planner.finish_plan(writer.prepare_global_plan(plans)[team.rank])
+        results = writer.write_data(plan, planner).value()
+    all_results = team.gather(results)
+    with _jointly(team):
+        if team.rank == 0:
+            writer.finish(metadata, all_results)
     return [record for records in team.gather(writer.written) for record in records]
 
 
@@ -389,16 +392,10 @@ def _explain_damage(path: Path, problems: Mapping[str, str]) -> str:
     return "; ".join(texts) + f". Nothing was changed; {advice}"
 
 
-def _read(reader: Reader, planner: BoxLoader) -> dict[str, Any]:
-    """Fills the planner's requests; returns its objects."""
-    with _quiet():
-        load({}, storage_reader=reader, planner=planner, no_dist=True)
+def _read(reader: Reader, metadata: Metadata, planner: BoxLoader) -> dict[str, Any]:
+    """Fills the planner's requests; returns its objects. Each rank reads what it needs itself."""
+    planner.set_up_planner({}, metadata, True)
+    reader.set_up_storage_reader(metadata, True)
+    plan = reader.prepare_local_plan(planner.create_local_plan())
+    reader.read_data(planner.finish_plan(plan), planner).wait()
     return planner.objects
-
-
-@contextmanager
-def _quiet() -> Iterator[None]:
-    """Without DCP's warning that one process works alone, which is meant here."""
-    with warnings.catch_warnings():
-        warnings.filterwarnings("ignore", message="torch.distributed is")
-        yield

@@ -6,6 +6,7 @@
 
 from __future__ import annotations
 
+from collections import defaultdict
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any, Final, Self
@@ -19,6 +20,7 @@ from torchrec_tpu.sparsecore.errors import CheckpointMismatchError
 from torchrec_tpu.sparsecore.layout import round_up
 
 UPSTREAM_KEY: Final = "sparsecore"
+OWN_KEY: Final = "torchrec_tpu"
 
 _UPSTREAM_SLOTS: Final = {
     "accumulators": "momentum1",
@@ -111,11 +113,10 @@ class Contents:
                 contents.objects.add(key)
         planner_data = metadata.planner_data if isinstance(metadata.planner_data, dict) else {}
         facts = planner_data.get(UPSTREAM_KEY)
-        if isinstance(facts, Mapping):
+        if isinstance(facts, Mapping) and OWN_KEY not in planner_data:
             num_cores = facts["world_size"] * facts["num_sc_per_device"]
             stacks = facts.get("stacked_configs") or {}
-            if num_cores > 1 or stacks:
-                contents._unstack(num_cores, stacks, tables)
+            contents._unstack(num_cores, stacks, tables)
         return contents
 
     def _unstack(
@@ -125,36 +126,32 @@ class Contents:
         tables: Mapping[str, tuple[int, int]],
     ) -> None:
         """Replaces upstream's stacks by the tables in them."""
+        sizes: dict[tuple[str, str], set[tuple[int, int]]] = defaultdict(set)
+        for fqn, size in tables.items():
+            *_, kind, table, _ = fqn.split(".")
+            sizes[kind, table].add(size)
         for key, stored in list(self.tensors.items()):
-            for kind in ("embedding_bags", "embeddings"):
-                head, found, stack = key.rpartition(f"{kind}.")
-                stack, dot, leaf = stack.rpartition(".")
-                if not found or (head and not head.endswith(".")) or not dot or leaf != "weight":
-                    continue
-                if stack in stacks:
-                    places = _places(key, stored, stacks[stack], num_cores)
-                elif any(_ends_with(fqn, f"{kind}.{stack}.weight") for fqn in tables):
-                    # alone in its stack; a name that the model has no table for is not one
-                    sizes = {
-                        size
-                        for fqn, size in tables.items()
-                        if _ends_with(fqn, f"{kind}.{stack}.weight")
-                    }
-                    places = _place_alone(key, stored, stack, sizes, num_cores)
-                else:
-                    if head + "accumulators." + stack in self.tensors or not stacks:
-                        self.stacks.append(key)
-                    continue
-                del self.tensors[key]
-                for slot_kind, slot in (("", ""), *_UPSTREAM_SLOTS.items()):
-                    source = f"{head}{slot_kind}.{stack}" if slot else key
-                    if slot and (source not in self.tensors or len(self.tensors[source].size) != 2):
-                        continue
-                    if slot:
-                        del self.tensors[source]
+            *outer, kind, stack, leaf = ("", "", *key.split("."))
+            head = "".join(f"{part}." for part in outer[2:])
+            if kind not in ("embedding_bags", "embeddings") or leaf != "weight":
+                continue
+            if stack in stacks:
+                places = _places(key, stored, stacks[stack], num_cores)
+            elif sizes[kind, stack]:  # alone in its stack; no name that the model lacks is one
+                places = _place_alone(key, stored, stack, sizes[kind, stack], num_cores)
+            else:
+                self.stacks.append(key)
+                continue
+            del self.tensors[key]
+            for table, place in places.items():
+                self.tensors[f"{head}{kind}.{table}.weight"] = place
+            self.tensors.pop(f"{head}learning_rates.{stack}", None)
+            for theirs, slot in _UPSTREAM_SLOTS.items():
+                source = f"{head}{theirs}.{stack}"
+                if self.tensors.pop(source, None) is not None:
                     for table, place in places.items():
                         fqn = f"{head}{kind}.{table}.weight"
-                        name = f"optimizer.state.{fqn}.{table}.{slot}" if slot else fqn
+                        name = f"optimizer.state.{fqn}.{table}.{slot}"
                         self.tensors[name] = replace(place, key=source)
 
     def root_of(self, names: Iterable[str], *, within: str = "") -> str:
@@ -169,14 +166,13 @@ class Contents:
         """
         wanted = list(names)
         missing_by_root: dict[str, list[str]] = {}
-        roots = {
-            stored.removesuffix(name)
-            for name in wanted
-            for stored in self.tensors
-            if _ends_with(stored, name)
-        }
-        for root in roots:
-            missing_by_root[root] = [n for n in wanted if root + n not in self.tensors]
+        for name in wanted:
+            if [] in missing_by_root.values():
+                break
+            for stored in self.tensors:
+                root = stored.removesuffix(name)
+                if _ends_with(stored, name) and root not in missing_by_root:
+                    missing_by_root[root] = [n for n in wanted if root + n not in self.tensors]
         fitting = [root for root, missing in missing_by_root.items() if not missing]
         if len(fitting) == 1 or "model." in fitting:
             return "model." if "model." in fitting else fitting[0]
@@ -191,7 +187,7 @@ class Contents:
     def _explain(self, wanted: Sequence[str], root: str, within: str) -> str:
         missing = [name for name in wanted if root + name not in self.tensors]
         unused = [
-            name
+            name.removeprefix(root)
             for name in self.tensors
             if name.startswith(root) and name.removeprefix(root) not in wanted
         ]

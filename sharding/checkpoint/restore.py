@@ -97,7 +97,8 @@ def plan_restoration(
         _check_unused(contents, root, tensors)
         _check_tables(root, tables, saved_tables)
     if parameters:
-        _match_optimizers(result, contents, metadata, parameters, read_objects)
+        _check_rules(root, tables, saved_tables)
+        _match_optimizers(result, contents, metadata, root, parameters, read_objects)
     return result
 
 
@@ -140,6 +141,13 @@ def _check_tables(
             f"tables are looked up by other features than when they were saved: {some(changed)}: "
             "reordered or renamed? strict=False loads them by name"
         )
+
+
+def _check_rules(
+    root: str, tables: Mapping[str, TableFacts], saved: Mapping[str, Mapping[str, Any]]
+) -> None:
+    """Slots of the same names may mean other things to another rule."""
+    prefix = root.removeprefix("model.")
     for name, table in tables.items():
         before = saved.get(prefix + name, {}).get("optimizer")
         if table.optimizer is not None and before is not None and table.optimizer != before:
@@ -153,10 +161,11 @@ def _match_optimizers(
     result: Restoration,
     contents: Contents,
     metadata: Metadata,
+    root: str,
     parameters: Mapping[str, Optimized],
     read_objects: Callable[[Sequence[str]], Mapping[str, Any]],
 ) -> None:
-    states, groups = _optimizer_names(contents, parameters)
+    states, groups = _optimizer_names(contents, root, parameters)
     objects = read_objects(
         [key for name in parameters for key in states[name].values() if key in contents.objects]
         + list(groups.values())
@@ -179,36 +188,51 @@ def _match_optimizers(
                     f"{name!r}: {setting} is {entry.hyper[setting]} here and {value} in the "
                     "checkpoint; with_optimizer=False loads the tables alone"
                 )
-        if entry.is_fused:
-            saved = {s: v for s, v in saved.items() if s in entry.group or s == "initial_lr"}
+        saved = {s: v for s, v in saved.items() if s in entry.group or s == "initial_lr"}
         result._settings.append((entry, saved))
 
 
 def _optimizer_names(
-    contents: Contents, parameters: Mapping[str, Optimized]
+    contents: Contents, root: str, parameters: Mapping[str, Optimized]
 ) -> tuple[dict[str, dict[str, str]], dict[str, str]]:
-    """By parameter: its state's names -> keys; and by parameter: key of its settings."""
-    everything = [*contents.tensors, *contents.objects]
-    states: dict[str, dict[str, str]] = {name: {} for name in parameters}
-    roots: set[str] = set()
-    markers = {f"state.{name}.": name for name in parameters}
-    for key in everything:
-        for marker, name in markers.items():
-            position = key.find(marker)
-            if position == 0 or (position > 0 and key[position - 1] == "."):
-                states[name][key[position + len(marker) :]] = key
-                roots.add(key[:position])
-    if len(roots) > 1:
+    """By parameter: its state's names -> keys; and by parameter: key of its settings.
+
+    A parameter of a part of the saved model has a prefix there, which is the end of `root`.
+    """
+    parts = root.split(".")
+    for prefix in (".".join(parts[start:]) for start in range(len(parts))):
+        states, tops = _states_under(contents, {prefix + name: name for name in parameters})
+        if tops:
+            break
+    if len(tops) > 1:
         raise CheckpointMismatchError(
-            f"the checkpoint holds state of several such optimizers, under {sorted(roots)}"
+            f"the checkpoint holds state of several such optimizers, under {sorted(tops)}"
         )
-    root = next(iter(roots), "optimizer.")
+    top = next(iter(tops), "optimizer.")
     groups = {
         name: key
         for name in parameters
-        if (key := f"{root}param_groups.{name}") in contents.objects
+        if (key := f"{top}param_groups.{prefix}{name}") in contents.objects
     }
     return states, groups
+
+
+def _states_under(
+    contents: Contents, names: Mapping[str, str]
+) -> tuple[dict[str, dict[str, str]], set[str]]:
+    """State of parameters by their name there -> here, and what precedes `state.` in its keys."""
+    states: dict[str, dict[str, str]] = {name: {} for name in names.values()}
+    tops: set[str] = set()
+    for key in (*contents.tensors, *contents.objects):
+        parts = key.split(".")
+        for start in (index for index, part in enumerate(parts) if part == "state"):
+            for end in range(start + 2, len(parts)):
+                name = names.get(".".join(parts[start + 1 : end]))
+                if name is not None:
+                    states[name][".".join(parts[end:])] = key
+                    tops.add("".join(f"{part}." for part in parts[:start]))
+                    break
+    return states, tops
 
 
 def _match_state(
@@ -251,25 +275,33 @@ def _match_state(
         elif key in objects:
             new[state] = objects[key]
         else:
-            new[state] = _allocate(result, contents, metadata, key, state)
+            new[state] = _allocate(result, contents, metadata, key, state, entry.parameter)
     if not here and not entry.is_fused:
         for state, key in stored.items():
             local = _eager_name(state, entry.table, by_slot)
             if key in objects:
                 new[local] = objects[key]
             else:
-                new[local] = _allocate(result, contents, metadata, key, local)
+                new[local] = _allocate(result, contents, metadata, key, local, entry.parameter)
     if new:
         result._states.append((entry, new))
 
 
 def _allocate(
-    result: Restoration, contents: Contents, metadata: Metadata, key: str, state: str
+    result: Restoration,
+    contents: Contents,
+    metadata: Metadata,
+    key: str,
+    state: str,
+    parameter: Tensor,
 ) -> Tensor:
     """New memory for state that an optimizer makes in its first step."""
     stored = contents.tensors[key]
-    dtype = torch.float32 if state == "step" else dtype_of(metadata, stored.key)
-    value = torch.empty(stored.size, dtype=dtype)
+    if state == "step":
+        value = torch.empty(stored.size, dtype=torch.float32)  # on the CPU, as torch has it
+    else:
+        dtype = dtype_of(metadata, stored.key)
+        value = torch.empty(stored.size, dtype=dtype, device=parameter.device)
     result.requests.extend(stored.requests((0,) * value.dim(), value))
     return value
 
@@ -278,7 +310,7 @@ def _slot(state: str, table: str | None) -> str:
     """One name for the same slot in different optimizers of a table."""
     if table is None:
         return state
-    base = state.removeprefix(f"{table}.")
+    base = state.removeprefix(f"{table}.").removeprefix("weight.")
     return _SAME_SLOT.get(base, base)
 
 

@@ -19,6 +19,7 @@ from torchrec.distributed.model_parallel import DistributedModelParallel
 from torchrec.optim.fused import FusedOptimizer, FusedOptimizerModule
 from torchrec.optim.keyed import CombinedOptimizer, KeyedOptimizer
 
+from torchrec_tpu.sharding.checkpoint.storage import blocks_of
 from torchrec_tpu.sharding.optimizer import FusedEmbeddingOptimizer
 from torchrec_tpu.sparsecore.errors import CheckpointError
 
@@ -94,10 +95,11 @@ def model_state(model: nn.Module) -> dict[str, Any]:
         CheckpointError: a parameter has no memory yet.
     """
     state = dict(unwrapped(model).state_dict())
-    if missing := [name for name, value in state.items() if getattr(value, "is_meta", False)]:
-        raise CheckpointError(
-            f"{missing[0]!r} is on the meta device: give the model real parameters first"
-        )
+    for name, value in state.items():
+        if isinstance(value, Tensor) and any(b.tensor.is_meta for b in blocks_of(value)):
+            raise CheckpointError(
+                f"{name!r} is on the meta device: give the model real parameters first"
+            )
     return state
 
 
@@ -174,6 +176,7 @@ def _add(
     names: Mapping[int, str],
     prefix: str,
 ) -> None:
+    known = set(names.values())
     for inner, leaf in leaves(optimizer):
         keys: dict[int, str] = {}
         if isinstance(leaf, KeyedOptimizer):
@@ -191,6 +194,9 @@ def _add(
                     f"{type(leaf).__name__} has a parameter of shape {tuple(parameter.shape)} that "
                     "is not the model's, so it has no name to be saved under"
                 )
+            if name not in known:  # TorchRec's own fused collection leaves a part of the FQN out
+                candidates = [_join(prefix, f"{kind}.{keys.get(identity)}") for kind in _KINDS]
+                name = next((c for c in candidates if c in known), name)
             entry = Optimized(
                 optimizer=leaf,
                 parameter=parameter,
@@ -210,7 +216,8 @@ def _fused(model: nn.Module) -> Iterator[tuple[str, KeyedOptimizer]]:
 
     def visit(fqn: str, module: nn.Module) -> Iterator[tuple[str, KeyedOptimizer]]:
         if isinstance(module, FusedOptimizerModule):
-            yield fqn, module.fused_optimizer
+            fused: Any = module.fused_optimizer
+            yield fqn, fused() if callable(fused) else fused  # a method in TorchRec's own
         else:
             for name, child in module.named_children():
                 yield from visit(_join(fqn, name), child)
