@@ -52,7 +52,7 @@ from torchrec_tpu.sparsecore.errors import (
 
 __all__ = ["Restored", "latest_checkpoint", "load_checkpoint", "save_checkpoint"]
 
-DEADLINE_SECONDS: Final = 600.0
+DEADLINE_SECONDS: Final = 1800.0
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -106,13 +106,14 @@ def save_checkpoint(
         rng: also save the CPU random generators of each rank.
         keep: checkpoints to keep.
         group: the ranks; by default all.
-        deadline_seconds: how long one rank waits for another. Not used with `group`.
+        deadline_seconds: how long one rank waits for another, which may have more to write.
 
     Returns:
         The checkpoint: a new directory in `folder`.
 
     Raises:
-        CheckpointError: a rank could not do its part; names it. Nothing was published.
+        CheckpointError: a rank could not do its part, or is missing; names it. Nothing was
+            published, unless it went missing when all was written.
 
     >>> import tempfile, torchrec, torchrec_tpu
     >>> model = torchrec_tpu.SparseCoreEmbeddingBagCollection([torchrec.EmbeddingBagConfig(
@@ -125,39 +126,39 @@ def save_checkpoint(
     if keep < 1:
         raise ValueError(f"keep={keep} must be at least 1")
     root = Path(folder)
-    with team_of(group, deadline_seconds=deadline_seconds) as team:
-        state: dict[Path_, Any] = {}
-        tables: dict[str, TableFacts] = {}
-        draft = Path()
+    team = team_of(group, deadline_seconds=deadline_seconds)
+    state: dict[Path_, Any] = {}
+    tables: dict[str, TableFacts] = {}
+    draft = Path()
+    with _jointly(team):
+        own = {"state": rank_state, "rng": rng_state() if rng else None}
+        state = {("ranks", str(team.rank)): own}
+        if team.rank == 0:
+            state["progress",] = dict(progress or {})
+            state["schedulers",] = [scheduler.state_dict() for scheduler in schedulers]
+        for path, value in state.items():
+            _check_plain(".".join(path), value)
+        of_model = model_state(model)
+        tables = tables_of(model, of_model)
+        state |= {("model", name): value for name, value in of_model.items()}
+        for name, entry in optimized(model, optimizers).items():
+            for slot, value in entry.state.items():
+                state["optimizer", "state", name, slot] = value
+            state["optimizer", "param_groups", name] = entry.hyper
+        if team.rank == 0:
+            draft = files.new_draft(root, step)
+    draft = team.gather(draft)[0]
+    try:
+        records = _write(draft, state, team)
+        published = draft
         with _jointly(team):
-            own = {"state": rank_state, "rng": rng_state() if rng else None}
-            state = {("ranks", str(team.rank)): own}
             if team.rank == 0:
-                state["progress",] = dict(progress or {})
-                state["schedulers",] = [scheduler.state_dict() for scheduler in schedulers]
-            for path, value in state.items():
-                _check_plain(".".join(path), value)
-            of_model = model_state(model)
-            tables = tables_of(model, of_model)
-            state |= {("model", name): value for name, value in of_model.items()}
-            for name, entry in optimized(model, optimizers).items():
-                for slot, value in entry.state.items():
-                    state["optimizer", "state", name, slot] = value
-                state["optimizer", "param_groups", name] = entry.hyper
-            if team.rank == 0:
-                draft = files.new_draft(root, step)
-        draft = team.gather(draft)[0]
-        try:
-            records = _write(draft, state, team)
-            published = draft
-            with _jointly(team):
-                if team.rank == 0:
-                    published = files.publish(draft, records, _facts(step, tables, team), keep=keep)
-        except BaseException:
-            if team.rank == 0:
-                files.discard(draft)
-            raise
-        return team.gather(published)[0]
+                published = files.publish(draft, records, _facts(step, tables, team), keep=keep)
+    except BaseException:
+        if team.rank == 0:
+            files.discard(draft)
+        raise
+    return team.gather(published)[0]
 
 
 def load_checkpoint(
@@ -190,7 +191,7 @@ def load_checkpoint(
         strict: refuse a checkpoint with tables or parameters that the model lacks, or whose tables
             were fed by other features.
         group: the ranks; by default all.
-        deadline_seconds: how long one rank waits for another. Not used with `group`.
+        deadline_seconds: how long one rank waits for another.
 
     Raises:
         DamagedCheckpointError: a file is missing, cut off or altered; nothing has been changed.
@@ -198,66 +199,66 @@ def load_checkpoint(
         CheckpointError: there is no checkpoint, or another rank has failed; names it.
     """
     root = Path(folder)
-    with team_of(group, deadline_seconds=deadline_seconds) as team:
-        path = root
-        with _jointly(team):
-            if team.rank == 0:
-                path = _choose(root, step)
-        path = team.gather(path)[0]
-        manifest: dict[str, Any] = {}
-        with _jointly(team):
-            if not (path / ".metadata").exists() or (path / files.MANIFEST).exists():
-                manifest = files.read_manifest(path)
-        _check_files(path, manifest, team)
+    team = team_of(group, deadline_seconds=deadline_seconds)
+    path = root
+    with _jointly(team):
+        if team.rank == 0:
+            path = _choose(root, step)
+    path = team.gather(path)[0]
+    manifest: dict[str, Any] = {}
+    with _jointly(team):
+        if not (path / ".metadata").exists() or (path / files.MANIFEST).exists():
+            manifest = files.read_manifest(path)
+    _check_files(path, manifest, team)
 
-        restoration = Restoration()
-        reader = Reader(path)
-        with _jointly(team):
-            metadata = reader.read_metadata()
-            if not manifest and (problems := missing_bytes(path, metadata)):
-                raise DamagedCheckpointError(_explain_damage(path, problems))
-            of_model = model_state(model)
-            tables = tables_of(model, of_model)
-            contents = Contents.of(metadata, {name: t.size for name, t in tables.items()})
-            restoration = plan_restoration(
-                contents,
-                metadata,
-                of_model,
-                tables,
-                optimized(model, optimizers) if with_optimizer else {},
-                saved_tables=manifest.get("tables", {}),
-                strict=strict,
-                read_objects=lambda keys: _read(reader, metadata, BoxLoader((), keys)),
-            )
-        with _jointly(team):  # from here on values change
-            _read(reader, metadata, BoxLoader(restoration.requests))
-            restoration.finish()
-            if restoration.extra:
-                unwrapped(model).load_state_dict(restoration.extra, strict=False)
-
-        own = f"ranks.{team.rank}"
-        world_size = manifest.get("world_size")
-        keys = [key for key in ("progress", "schedulers", own) if key in contents.objects]
-        with _jointly(team):
-            found = _read(reader, metadata, BoxLoader((), keys))
-            if schedulers:
-                saved = found.get("schedulers", [])
-                if len(saved) != len(schedulers):
-                    raise CheckpointError(
-                        f"the checkpoint has {len(saved)} schedulers, {len(schedulers)} are given"
-                    )
-                for scheduler, value in zip(schedulers, saved, strict=True):
-                    scheduler.load_state_dict(value)
-            mine = found.get(own, {}) if world_size == team.size else {}
-            if rng and mine.get("rng") is not None:
-                set_rng_state(mine["rng"])
-        return Restored(
-            path=path,
-            step=manifest.get("step"),
-            progress=found.get("progress", {}),
-            rank_state=mine.get("state"),
-            world_size=world_size,
+    restoration = Restoration()
+    reader = Reader(path)
+    with _jointly(team):
+        metadata = reader.read_metadata()
+        if not manifest and (problems := missing_bytes(path, metadata)):
+            raise DamagedCheckpointError(_explain_damage(path, problems))
+        of_model = model_state(model)
+        tables = tables_of(model, of_model)
+        contents = Contents.of(metadata, {name: t.size for name, t in tables.items()})
+        restoration = plan_restoration(
+            contents,
+            metadata,
+            of_model,
+            tables,
+            optimized(model, optimizers) if with_optimizer else {},
+            saved_tables=manifest.get("tables", {}),
+            strict=strict,
+            read_objects=lambda keys: _read(reader, metadata, BoxLoader((), keys)),
         )
+    with _jointly(team):  # from here on values change
+        _read(reader, metadata, BoxLoader(restoration.requests))
+        restoration.finish()
+        if restoration.extra:
+            unwrapped(model).load_state_dict(restoration.extra, strict=False)
+
+    own = f"ranks.{team.rank}"
+    world_size = manifest.get("world_size")
+    keys = [key for key in ("progress", "schedulers", own) if key in contents.objects]
+    with _jointly(team):
+        found = _read(reader, metadata, BoxLoader((), keys))
+        if schedulers:
+            saved = found.get("schedulers", [])
+            if len(saved) != len(schedulers):
+                raise CheckpointError(
+                    f"the checkpoint has {len(saved)} schedulers, {len(schedulers)} are given"
+                )
+            for scheduler, value in zip(schedulers, saved, strict=True):
+                scheduler.load_state_dict(value)
+        mine = found.get(own, {}) if world_size == team.size else {}
+        if rng and mine.get("rng") is not None:
+            set_rng_state(mine["rng"])
+    return Restored(
+        path=path,
+        step=manifest.get("step"),
+        progress=found.get("progress", {}),
+        rank_state=mine.get("state"),
+        world_size=world_size,
+    )
 
 
 def latest_checkpoint(folder: str | os.PathLike[str]) -> Path | None:

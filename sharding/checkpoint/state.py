@@ -178,13 +178,11 @@ def _add(
 ) -> None:
     known = set(names.values())
     for inner, leaf in leaves(optimizer):
-        keys: dict[int, str] = {}
-        if isinstance(leaf, KeyedOptimizer):
-            keys = {id(p): _join(_join(prefix, inner), key) for key, p in leaf.params.items()}
+        named: Mapping[str, Any] = leaf.params if isinstance(leaf, KeyedOptimizer) else {}
+        keys = {id(p): _join(_join(prefix, inner), key) for key, p in named.items()}
         groups = {id(p): group for group in leaf.param_groups for p in group["params"]}
-        parameters = {
-            id(p): p for p in [*(p for g in leaf.param_groups for p in g["params"]), *leaf.state]
-        }
+        in_groups = (p for group in leaf.param_groups for p in group["params"])
+        parameters = {id(p): p for p in (*in_groups, *named.values(), *leaf.state)}
         for identity, parameter in parameters.items():
             if identity in seen:
                 continue

@@ -2,15 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from contextlib import contextmanager
+import base64
+import pickle
 from dataclasses import dataclass
 from datetime import timedelta
-from typing import Any, TypeVar
+from typing import TypeVar
 
 import torch.distributed as dist
 
-from torchrec_tpu.sparsecore.errors import CheckpointError
+from torchrec_tpu.sharding.exchange import Exchange
+from torchrec_tpu.sparsecore.errors import CheckpointError, PeerError
 
 T = TypeVar("T")
 
@@ -19,22 +20,24 @@ T = TypeVar("T")
 class Team:
     """One process, or the ranks of a group."""
 
-    group: dist.ProcessGroup | None
+    exchange: Exchange | None
     rank: int = 0
     size: int = 1
 
     def gather(self, value: T) -> list[T]:
-        """Every rank's value, in rank order."""
-        if self.group is None:
+        """Every rank's value, in rank order.
+
+        Raises:
+            CheckpointError: names the ranks that are missing.
+        """
+        if self.exchange is None:
             return [value]
-        values: list[Any] = [None] * self.size
+        text = base64.b64encode(pickle.dumps(value)).decode()
         try:
-            dist.all_gather_object(values, value, group=self.group)
-        except RuntimeError as error:
-            raise CheckpointError(
-                f"rank {self.rank} has lost another rank, or one took too long: {error}"
-            ) from error
-        return values
+            texts = self.exchange.agree(text)
+        except PeerError as error:
+            raise CheckpointError(str(error)) from error
+        return [pickle.loads(base64.b64decode(text)) for text in texts if text is not None]
 
     def agree(self, error: Exception | None) -> None:
         """Goes on when no rank has an error.
@@ -51,21 +54,30 @@ class Team:
             raise CheckpointError("; ".join(failed))
 
 
-@contextmanager
-def team_of(group: dist.ProcessGroup | None, *, deadline_seconds: float) -> Iterator[Team]:
+def team_of(group: dist.ProcessGroup | None, *, deadline_seconds: float) -> Team:
     """The ranks of a group, by default of the world; a single process without torch.distributed.
 
-    Objects travel over gloo, whatever the world's own backend is.
+    They talk over a gloo group of their own, whatever the group's backend is: made at the first
+    call, and kept.
     """
     if not dist.is_available() or not dist.is_initialized():
-        yield Team(group=None)
-    elif group is not None:
-        yield Team(group=group, rank=dist.get_rank(group), size=dist.get_world_size(group))
-    elif dist.get_world_size() == 1:
-        yield Team(group=None)
-    else:
-        own = dist.new_group(backend="gloo", timeout=timedelta(seconds=deadline_seconds))
-        try:
-            yield Team(group=own, rank=dist.get_rank(), size=dist.get_world_size())
-        finally:
-            dist.destroy_process_group(own)
+        return Team(exchange=None)
+    parent = dist.group.WORLD if group is None else group
+    assert parent is not None
+    if parent.size() == 1:
+        return Team(exchange=None)
+    known = _groups.get(parent.group_name)
+    if known is None or known[0] is not parent:  # the name of a world that was started anew
+        own = dist.new_group(
+            dist.get_process_group_ranks(parent),
+            backend="gloo",
+            timeout=timedelta(seconds=deadline_seconds),
+            use_local_synchronization=True,
+        )
+        _groups[parent.group_name] = known = (parent, own)
+    exchange = Exchange(known[1], deadline_seconds=deadline_seconds)
+    return Team(exchange=exchange, rank=exchange.rank, size=exchange.world_size)
+
+
+_groups: dict[str, tuple[dist.ProcessGroup, dist.ProcessGroup]] = {}
+"""Name of a group -> it, and that over which its checkpoints are agreed upon."""
