@@ -31,6 +31,7 @@ from torchrec_tpu.sharding.checkpoint.state import (
     optimized,
     rng_state,
     set_rng_state,
+    table_name,
     tables_of,
     unwrapped,
 )
@@ -125,11 +126,9 @@ def save_checkpoint(
     """
     if keep < 1:
         raise ValueError(f"keep={keep} must be at least 1")
-    root = Path(folder)
     team = team_of(group, deadline_seconds=deadline_seconds)
     state: dict[Path_, Any] = {}
     tables: dict[str, TableFacts] = {}
-    draft = Path()
     with _jointly(team):
         own = {"state": rank_state, "rng": rng_state() if rng else None}
         state = {("ranks", str(team.rank)): own}
@@ -145,17 +144,20 @@ def save_checkpoint(
             for slot, value in entry.state.items():
                 state["optimizer", "state", name, slot] = value
             state["optimizer", "param_groups", name] = entry.hyper
-        if team.rank == 0:
-            draft = files.new_draft(root, step)
-    draft = team.gather(draft)[0]
+    draft: Path | None = None
     try:
-        records = _write(draft, state, team)
-        published = draft
         with _jointly(team):
             if team.rank == 0:
-                published = files.publish(draft, records, _facts(step, tables, team), keep=keep)
+                draft = files.new_draft(Path(folder), step)
+        shared = team.gather(draft)[0]
+        assert shared is not None
+        records = _write(shared, state, team)
+        published = shared
+        with _jointly(team):
+            if team.rank == 0:
+                published = files.publish(shared, records, _facts(step, tables, team), keep=keep)
     except BaseException:
-        if team.rank == 0:
+        if draft is not None:
             files.discard(draft)
         raise
     return team.gather(published)[0]
@@ -330,8 +332,8 @@ def _check_plain(name: str, value: Any) -> None:
         torch.load(stream, weights_only=True)
     except Exception as error:
         raise CheckpointError(
-            f"{name} cannot be saved: only numbers, strings, tensors and lists, tuples and dicts "
-            f"of them ({error})"
+            f"{name} cannot be saved: it may have only numbers, strings, tensors, and lists, "
+            "tuples and dicts of them"
         ) from error
 
 
@@ -382,6 +384,7 @@ def _explain_damage(path: Path, problems: Mapping[str, str]) -> str:
         metadata = Reader(path).read_metadata()
     for name, problem in sorted(problems.items()):
         keys = keys_in(metadata, name) if metadata is not None else []
+        keys.sort(key=lambda key: table_name(key) is None)  # tables first
         shown = f" (it holds {', '.join(keys[:3])}{', ...' if len(keys) > 3 else ''})"
         texts.append(f"{path / name}: {problem}{shown if keys else ''}")
     older = [c.step for c in files.published(path.parent) if c.path.name < path.name]

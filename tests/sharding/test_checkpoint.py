@@ -401,7 +401,7 @@ def test_state_that_the_checkpoint_lacks_is_named(tmp_path: Path) -> None:
 
 
 def test_what_could_not_be_loaded_again_is_not_saved(tmp_path: Path) -> None:
-    with pytest.raises(CheckpointError, match="progress cannot be saved: only numbers"):
+    with pytest.raises(CheckpointError, match="progress cannot be saved: it may have only"):
         save_checkpoint(tmp_path, pooled(), step=1, progress={"loader": Model})
     with pytest.raises(CheckpointError, match=r"users.weight' is on the meta device"):
         save_checkpoint(tmp_path, pooled(device="meta"), step=1)
