@@ -105,14 +105,18 @@ KeyMap MakeKeyMap(const TableLayout& table, std::int32_t num_cores) {
                 : std::has_single_bit(cores) ? RowMapping::kModPowerOfTwo
                                              : RowMapping::kMod;
   map.num_embeddings = last + 1;
-  map.num_cores = cores;
-  map.rotation = static_cast<std::uint64_t>(table.rotation);
   // A block may be longer than its table.
   map.divisor =
       has_blocks ? std::min(static_cast<std::uint64_t>(table.block_rows), last + 1) : cores;
-  map.core_bits = BitsOf(cores - 1);
+  map.num_parts = has_blocks ? last / map.divisor + 1 : cores;
+  map.rotation = static_cast<std::uint64_t>(table.rotation);
+  if (has_blocks) {  // the blocks that pass the last core have the first partitions
+    const std::uint64_t end = map.rotation + map.num_parts;
+    map.rotation = end > cores ? end - cores : 0;
+    map.skipped = table.rotation - static_cast<std::int64_t>(map.rotation);
+  }
+  map.part_bits = BitsOf(map.num_parts - 1);
   map.row_bits = BitsOf(static_cast<std::uint64_t>(NumRows(table, num_cores)) - 1);
-  if (has_blocks) map.idle_bits = map.core_bits - BitsOf(last / map.divisor);
   // ceil(2^(31+l) / d) with l = ceil(log2 d) fits 32 bits and is exact below 2^31.
   const bool is_small = last < (1ull << 31);
   if (is_small || !has_blocks) {
@@ -120,7 +124,7 @@ KeyMap MakeKeyMap(const TableLayout& table, std::int32_t num_cores) {
     map.reciprocal = ((std::uint64_t{1} << map.reciprocal_shift) + map.divisor - 1) / map.divisor;
   }
   map.is_narrow =
-      map.core_bits + map.row_bits <= 32 && (map.mapping == RowMapping::kModPowerOfTwo || is_small);
+      map.part_bits + map.row_bits <= 32 && (map.mapping == RowMapping::kModPowerOfTwo || is_small);
   return map;
 }
 

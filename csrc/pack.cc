@@ -30,11 +30,11 @@ CoreBuffers BuffersOf(const PartitionState& state, const StackBuffers& stack, st
 // What SortWide left.
 void PackWide(const PartitionItem& item, const std::uint64_t* run, const std::uint32_t* ends,
               const std::int32_t* slots, const float* gains, const TableLayout& table,
-              std::int64_t num_cores, const CoreBuffers& out) {
+              const KeyMap& map, const CoreBuffers& out) {
   std::int64_t i = 0;
-  for (std::int64_t p = 0; p < num_cores; ++p) {
-    std::int64_t slot = slots[p] - 1;
-    for (const std::int64_t begin = i; i < ends[p]; ++i) {
+  for (std::int64_t part = 0; part < static_cast<std::int64_t>(map.num_parts); ++part) {
+    std::int64_t slot = slots[map.PartitionOf(part)] - 1;
+    for (const std::int64_t begin = i; i < ends[part]; ++i) {
       const std::uint32_t sample = static_cast<std::uint32_t>(run[i]);
       const float gain = item.gains == GainKind::kOnes        ? 1
                          : item.gains == GainKind::kPerSample ? gains[sample]
@@ -66,19 +66,19 @@ void PackItem(const PartitionState& state, std::int64_t item_index,
   const std::int32_t* ids = state.ids.data() + item_index * num_cores;
   const float* gains = state.gains.data() + item.gains_begin;
   if (item.is_wide) {
-    return PackWide(item, state.wide_runs.data() + item.begin, ends, slots, gains, table, num_cores,
-                    out);
+    return PackWide(item, state.wide_runs.data() + item.begin, ends, slots, gains, table, map, out);
   }
   const std::uint32_t* words = state.words.data() + item.begin;
-  const std::int32_t partition_shift = item.plan.bucket_bits - map.core_bits;
+  const std::int32_t part_shift = item.plan.bucket_bits - map.part_bits;
   std::int64_t begin = 0;
-  for (std::int64_t p = 0; p < num_cores; ++p) {
+  for (std::int64_t part = 0; part < static_cast<std::int64_t>(map.num_parts); ++part) {
+    const std::int64_t p = map.PartitionOf(part);
     std::int64_t slot = slots[p];
     const std::int64_t last_slot = slot + ids[p];
-    for (std::int64_t b = p << partition_shift; b < (p + 1) << partition_shift; ++b) {
+    for (std::int64_t b = part << part_shift; b < (part + 1) << part_shift; ++b) {
       const std::int64_t n = ends[b] - begin;
       if (n == 0) continue;
-      const std::uint64_t rest_mask = (std::uint64_t{1} << partition_shift) - 1;
+      const std::uint64_t rest_mask = (std::uint64_t{1} << part_shift) - 1;
       const Slots target = {
           .row_ids = out.embedding_ids + slot,
           .samples = out.sample_ids + slot,

@@ -135,24 +135,22 @@ std::int32_t BitsOf(std::int64_t value) {
 
 // How to sort an item in buckets. More than kMaxBucketBits: it cannot be.
 SortPlan PlanOf(const PartitionItem& item, const KeyMap& map, std::int64_t bucket_size) {
-  const std::int32_t key_bits = map.core_bits + map.row_bits;
+  const std::int32_t key_bits = map.part_bits + map.row_bits;
   // Indices are replaced by samples, so both have to fit.
   const std::int64_t num_low =
       item.gains == GainKind::kPerId ? std::max(item.size, item.num_samples) : item.num_samples;
   SortPlan plan{};
   plan.low_bits = BitsOf(std::max<std::int64_t>(num_low - 1, 0));
-  const std::int32_t needed = std::max(map.core_bits, key_bits + plan.low_bits - 32);
+  const std::int32_t needed = std::max(map.part_bits, key_bits + plan.low_bits - 32);
   // Less than eight buckets are not worth it: each id would wait for the one before to be counted.
   std::int32_t wanted = std::min(BitsOf(item.size / bucket_size), kMaxWantedBucketBits);
   if (wanted < 3) wanted = 0;
-  // Of the bits that all ids share none makes a bucket.
-  if (wanted > 0) wanted = std::min(wanted + map.idle_bits, kMaxWantedBucketBits);
   // With few bits, and ids enough to pay for the counters, the buckets are the sort.
   if (key_bits <= std::min(9, BitsOf(item.size))) wanted = key_bits;
   plan.bucket_bits = std::min(std::max(wanted, needed), key_bits);
   plan.rest_bits = key_bits - plan.bucket_bits;
   // A digit costs its histogram's size in every bucket.
-  const std::int64_t mean_size = item.size >> std::clamp(plan.bucket_bits - map.idle_bits, 0, 31);
+  const std::int64_t mean_size = item.size >> std::min(plan.bucket_bits, 31);
   const std::int32_t widest = std::clamp(BitsOf(mean_size) - 1, 6, kMaxDigitBits);
   plan.num_digits = std::min((plan.rest_bits + widest - 1) / widest, kMaxDigits);
   if (plan.num_digits > 0) {
@@ -175,6 +173,7 @@ bool MakeKeys(const PartitionKernels& kernels, const IntArray& ids, std::int64_t
 struct ItemContext {
   const PartitionKernels& kernels;
   const KeyMap& map;
+  std::int64_t num_cores;
   PartitionItem& item;
   PartitionScratch& scratch;
   std::uint32_t* words;      // out (size)
@@ -239,7 +238,7 @@ bool SortInBuckets(ItemContext& c, std::span<const Slice> slices) {
         NextLow(c.item.gains, cursor, at, n, c.scratch.low);
         kernels.fill_buckets(keys + at, c.scratch.low, n, plan, c.ends, c.words);
       });
-  const std::int32_t partition_shift = plan.bucket_bits - c.map.core_bits;
+  const std::int32_t part_shift = plan.bucket_bits - c.map.part_bits;
   std::int64_t begin = 0;
   for (std::int64_t b = 0; b < num_buckets; ++b) {
     const std::int64_t n = c.ends[b] - begin;
@@ -252,7 +251,7 @@ bool SortInBuckets(ItemContext& c, std::span<const Slice> slices) {
       kernels.resolve_bucket(bucket, n, plan.low_bits, c.scratch.occurrences.data(),
                              c.gains + begin);
     }
-    const std::int64_t partition = b >> partition_shift;
+    const std::int64_t partition = c.map.PartitionOf(b >> part_shift);
     kernels.count_bucket(bucket, n, plan.low_bits, c.ids + partition, c.unique_ids + partition);
     begin += n;
   }
@@ -276,10 +275,10 @@ bool SortWide(ItemContext& c, std::span<const Slice> slices) {
                    const std::uint64_t quotient = id / c.map.divisor,
                                        remainder = id % c.map.divisor;
                    const bool has_blocks = c.map.mapping == RowMapping::kBlocks;
-                   const std::uint64_t core = has_blocks ? quotient : remainder;
-                   const std::uint64_t partition = (core + c.map.rotation) % c.map.num_cores;
+                   const std::uint64_t place = has_blocks ? quotient : remainder;
+                   const std::uint64_t part = (place + c.map.rotation) % c.map.num_parts;
                    const std::uint64_t row = has_blocks ? remainder : quotient;
-                   from[at + i] = {partition << 32 | (row & 0xffffffffu), c.scratch.low[i]};
+                   from[at + i] = {part << 32 | (row & 0xffffffffu), c.scratch.low[i]};
                  }
                });
   if (is_outside) return false;
@@ -298,10 +297,10 @@ bool SortWide(ItemContext& c, std::span<const Slice> slices) {
     }
   };
   sort_by(0, c.map.row_bits);
-  sort_by(32, c.map.core_bits);
-  std::uint64_t p = 0;
+  sort_by(32, c.map.part_bits);
+  std::uint64_t part = 0;
   for (std::int64_t i = 0; i < size; ++i) {
-    for (; p < from[i].key >> 32; ++p) c.ends[p] = static_cast<std::uint32_t>(i);
+    for (; part < from[i].key >> 32; ++part) c.ends[part] = static_cast<std::uint32_t>(i);
     std::uint32_t sample = from[i].low;
     if (c.item.gains == GainKind::kPerId) {
       const std::uint64_t occurrence = c.scratch.occurrences.data()[from[i].low];
@@ -310,17 +309,18 @@ bool SortWide(ItemContext& c, std::span<const Slice> slices) {
     }
     c.wide_run[i] = from[i].key << 32 | sample;
     const bool is_first = i == 0 || from[i].key != from[i - 1].key;
-    c.ids[p] += is_first || c.wide_run[i] != c.wide_run[i - 1];
-    c.unique_ids[p] += is_first;
+    const std::int64_t partition = c.map.PartitionOf(static_cast<std::int64_t>(part));
+    c.ids[partition] += is_first || c.wide_run[i] != c.wide_run[i - 1];
+    c.unique_ids[partition] += is_first;
   }
-  for (; p < c.map.num_cores; ++p) c.ends[p] = static_cast<std::uint32_t>(size);
+  for (; part < c.map.num_parts; ++part) c.ends[part] = static_cast<std::uint32_t>(size);
   return true;
 }
 
 // Sorts one item and counts its partitions. Returns false when an id was outside the table.
 bool SortItem(ItemContext& c, std::span<const Slice> slices) {
-  std::fill_n(c.ids, c.map.num_cores, 0);
-  std::fill_n(c.unique_ids, c.map.num_cores, 0);
+  std::fill_n(c.ids, c.num_cores, 0);
+  std::fill_n(c.unique_ids, c.num_cores, 0);
   if (c.item.gains == GainKind::kPerId) {
     std::uint64_t* occurrences = c.scratch.occurrences.data();
     for (const Slice& slice : slices) {
@@ -495,6 +495,7 @@ ItemContext ContextOf(PartitionState& state, std::int64_t i, int thread) {
   const std::int64_t row = i * state.layout.num_cores;
   return {.kernels = state.kernels,
           .map = state.key_maps[static_cast<std::size_t>(i / state.layout.num_local_cores)],
+          .num_cores = state.layout.num_cores,
           .item = item,
           .scratch = state.scratch[static_cast<std::size_t>(thread)],
           .words = state.words.data() + item.begin,

@@ -66,11 +66,11 @@ constexpr std::int64_t kPrefetchBytes = 2048;
 
 template <class Id, RowMapping kMapping>
 inline bool FillKeys(const Id* ids, std::int64_t n, const KeyMap& map, u32* keys) {
-  const __m128i core_bits = Count(map.core_bits), row_bits = Count(map.row_bits),
+  const __m128i part_bits = Count(map.part_bits), row_bits = Count(map.row_bits),
                 reciprocal_shift = Count(map.reciprocal_shift);
   const __m512i rotation = _mm512_set1_epi32(static_cast<std::int32_t>(map.rotation));
-  const __m512i num_cores = _mm512_set1_epi32(static_cast<std::int32_t>(map.num_cores));
-  const __m512i core_mask = _mm512_sub_epi32(num_cores, _mm512_set1_epi32(1));
+  const __m512i num_parts = _mm512_set1_epi32(static_cast<std::int32_t>(map.num_parts));
+  const __m512i part_mask = _mm512_sub_epi32(num_parts, _mm512_set1_epi32(1));
   const __m512i divisor = _mm512_set1_epi32(static_cast<std::int32_t>(map.divisor));
   const __m512i reciprocal = _mm512_set1_epi64(static_cast<std::int64_t>(map.reciprocal));
   __mmask16 outside = 0;
@@ -80,10 +80,10 @@ inline bool FillKeys(const Id* ids, std::int64_t n, const KeyMap& map, u32* keys
     _mm_prefetch(ahead, _MM_HINT_T0);
     if constexpr (sizeof(Id) == 8) _mm_prefetch(ahead + 64, _MM_HINT_T0);
     const __m512i id = LoadIds(ids + i, lanes, map.num_embeddings, &outside);
-    __m512i partition, row;
+    __m512i part, row;
     if constexpr (kMapping == RowMapping::kModPowerOfTwo) {
-      partition = _mm512_and_si512(_mm512_add_epi32(id, rotation), core_mask);
-      row = _mm512_srl_epi32(id, core_bits);
+      part = _mm512_and_si512(_mm512_add_epi32(id, rotation), part_mask);
+      row = _mm512_srl_epi32(id, part_bits);
     } else {
       const __m512i even = _mm512_srl_epi64(_mm512_mul_epu32(id, reciprocal), reciprocal_shift);
       const __m512i odd = _mm512_srl_epi64(_mm512_mul_epu32(_mm512_srli_epi64(id, 32), reciprocal),
@@ -92,10 +92,10 @@ inline bool FillKeys(const Id* ids, std::int64_t n, const KeyMap& map, u32* keys
       const __m512i remainder = _mm512_sub_epi32(id, _mm512_mullo_epi32(quotient, divisor));
       constexpr bool kBlocks = kMapping == RowMapping::kBlocks;
       row = kBlocks ? remainder : quotient;
-      partition = _mm512_add_epi32(kBlocks ? quotient : remainder, rotation);
-      partition = _mm512_min_epu32(partition, _mm512_sub_epi32(partition, num_cores));
+      part = _mm512_add_epi32(kBlocks ? quotient : remainder, rotation);
+      part = _mm512_min_epu32(part, _mm512_sub_epi32(part, num_parts));
     }
-    const __m512i key = _mm512_or_si512(_mm512_sll_epi32(partition, row_bits), row);
+    const __m512i key = _mm512_or_si512(_mm512_sll_epi32(part, row_bits), row);
     _mm512_mask_storeu_epi32(keys + i, lanes, key);
   }
   return outside != 0;

@@ -15,31 +15,31 @@ using u64 = std::uint64_t;
 template <class Id, RowMapping kMapping>
 inline bool FillKeys(const Id* ids, std::int64_t n, const KeyMap& map, u32* keys) {
   const u64 num_embeddings = map.num_embeddings, rotation = map.rotation;
-  const u32 num_cores = static_cast<u32>(map.num_cores), mask = num_cores - 1;
+  const u32 num_parts = static_cast<u32>(map.num_parts), mask = num_parts - 1;
   const u32 divisor = static_cast<u32>(map.divisor);
   const u64 reciprocal = map.reciprocal;
-  const int core_bits = map.core_bits, row_bits = map.row_bits,
+  const int part_bits = map.part_bits, row_bits = map.row_bits,
             reciprocal_shift = map.reciprocal_shift;
   u64 outside = 0;
   for (std::int64_t i = 0; i < n; ++i) {
     // Widening keeps the sign, so a negative id is far outside.
     const u64 id = static_cast<u64>(static_cast<std::int64_t>(ids[i]));
     outside |= static_cast<u64>(id >= num_embeddings);
-    u32 partition, row;
+    u32 part, row;
     if constexpr (kMapping == RowMapping::kModPowerOfTwo) {
-      partition = static_cast<u32>(id + rotation) & mask;
-      row = static_cast<u32>(id >> core_bits);
+      part = static_cast<u32>(id + rotation) & mask;
+      row = static_cast<u32>(id >> part_bits);
     } else {
       const u32 quotient = static_cast<u32>((static_cast<u64>(static_cast<u32>(id)) * reciprocal) >>
                                             reciprocal_shift);
       const u32 remainder = static_cast<u32>(id) - quotient * divisor;
       constexpr bool kBlocks = kMapping == RowMapping::kBlocks;
       row = kBlocks ? remainder : quotient;
-      partition = (kBlocks ? quotient : remainder) + static_cast<u32>(rotation);
-      partition = partition >= num_cores ? partition - num_cores : partition;
+      part = (kBlocks ? quotient : remainder) + static_cast<u32>(rotation);
+      part = part >= num_parts ? part - num_parts : part;
     }
     // In 64 bits: row_bits may be 32.
-    keys[i] = static_cast<u32>(u64{partition} << row_bits) | row;
+    keys[i] = static_cast<u32>(u64{part} << row_bits) | row;
   }
   return outside != 0;
 }

@@ -11,6 +11,11 @@ inline constexpr int kMaxSlots = 4;      // optimizer state arrays of one kind p
 inline constexpr int kLaneFloats = 16;   // floats per vector and per cache line
 inline constexpr int kMaxColumns = 128;  // columns that one lookup item accumulates
 
+// A float16 in memory. It is computed with as float32, and rounded to nearest even when stored.
+struct Half {
+  std::uint16_t bits;
+};
+
 // The samples of one feature on one core.
 struct SampleRange {
   std::int32_t begin;   // first sample id on the core
@@ -30,7 +35,7 @@ struct LookupItem {
   std::int64_t num_entries;  // over all runs
   // Local row l of partition p is row (l - row_offset) * row_step + ((p - rotation) mod P) *
   // partition_step of the table.
-  const float* table;
+  const void* table;  // of Half in lookup_half, else of float
   std::int64_t dim;
   std::int64_t num_cores;
   std::int64_t rotation;
@@ -78,7 +83,7 @@ struct UpdateItem {
   std::int64_t grad_stride;
   // Row r starts at table + r * row_stride; the same in a row slot; r * scalar_stride in a scalar
   // one.
-  float* table;
+  void* table;  // of Half in update_half, else of float
   float* row_slots[kMaxSlots];
   float* scalar_slots[kMaxSlots];
   std::int64_t dim;
@@ -95,6 +100,7 @@ struct RuleKernel {
   int num_scalar_slots;
   int num_operands;
   void (*update)(const UpdateItem& item);
+  void (*update_half)(const UpdateItem& item);
 };
 
 struct RowKernels {
@@ -104,6 +110,7 @@ struct RowKernels {
   bool (*all_inside)(const std::int32_t* samples, std::int64_t num_samples,
                      const SampleRange* ranges, std::int64_t num_ranges);
   void (*lookup)(const LookupItem& item);
+  void (*lookup_half)(const LookupItem& item);
   void (*compact)(const CompactItem& item);
   const RuleKernel* rules;
   int num_rules;

@@ -40,9 +40,9 @@ bool AllInside(const std::int32_t* samples, std::int64_t num_samples, const Samp
   return true;
 }
 
-template <bool kWrite>
-void Prefetch(const float* row, std::int64_t num_floats) {
-  const char* end = reinterpret_cast<const char*>(row + num_floats);
+template <bool kWrite, class Element>
+void Prefetch(const Element* row, std::int64_t num_elements) {
+  const char* end = reinterpret_cast<const char*>(row + num_elements);
   for (const char* p = reinterpret_cast<const char*>(row); p < end; p += 64)
     __builtin_prefetch(p, kWrite ? 1 : 0, 3);
 }
@@ -60,18 +60,20 @@ struct Columns {
 
   std::int64_t size() const { return kVectors ? kVectors : num_vectors; }
   bool Partial(std::int64_t k) const { return !kVectors && tail && k + 1 == num_vectors; }
-  Vec Load(const float* row, std::int64_t k) const {
+  template <class Element>
+  Vec Load(const Element* row, std::int64_t k) const {
     return Partial(k) ? Vec::LoadN(row + k * kLaneFloats, tail) : Vec::Load(row + k * kLaneFloats);
   }
-  void Store(float* row, std::int64_t k, Vec v) const {
+  template <class Element>
+  void Store(Element* row, std::int64_t k, Vec v) const {
     Partial(k) ? v.StoreN(row + k * kLaneFloats, tail) : v.Store(row + k * kLaneFloats);
   }
 };
 
 // ---- lookup ----
 
-// Float offset, from the item's table, of a partition's local row 0 in its columns (it may lie
-// before the table: only rows from row_offset on exist).
+// Offset, in elements from the item's table, of a partition's local row 0 in its columns (it may
+// lie before the table: only rows from row_offset on exist).
 inline std::int64_t PartitionBase(const LookupItem& item, std::int64_t partition) {
   std::int64_t place = partition - item.rotation;
   if (place < 0) place += item.num_cores;
@@ -79,7 +81,7 @@ inline std::int64_t PartitionBase(const LookupItem& item, std::int64_t partition
 }
 
 // Walks the entries of all runs some distance ahead of their use and prefetches their rows.
-template <int kVectors>
+template <class Element, int kVectors>
 class RowPrefetcher {
  public:
   explicit RowPrefetcher(const LookupItem& item) : item_(item), stride_(item.row_step * item.dim) {
@@ -90,7 +92,7 @@ class RowPrefetcher {
 
   void Step() {
     if (entry_ == end_) return;
-    const float* row = base_ + item_.ids[entry_] * stride_;
+    const Element* row = base_ + item_.ids[entry_] * stride_;
     if constexpr (kVectors == 1) {  // one line: fetching it again costs less than a wrong branch
       __builtin_prefetch(row);
     } else {
@@ -108,7 +110,7 @@ class RowPrefetcher {
     partition_ = partition;
     entry_ = item_.run_begins[partition];
     end_ = item_.run_ends[partition];
-    base_ = item_.table + PartitionBase(item_, partition);
+    base_ = static_cast<const Element*>(item_.table) + PartitionBase(item_, partition);
   }
 
   const LookupItem& item_;
@@ -116,8 +118,8 @@ class RowPrefetcher {
   std::int64_t partition_ = 0;
   std::int64_t entry_ = 0;
   std::int64_t end_ = 0;
-  const float* base_ = nullptr;
-  const float* last_ = nullptr;
+  const Element* base_ = nullptr;
+  const Element* last_ = nullptr;
 };
 
 // Whether no sample has two entries; sets the bits of the rows that have one.
@@ -139,18 +141,18 @@ bool TakeOnce(const LookupItem& item) {
 }
 
 // Calls visit(entry, row vectors) for every entry. Wide rows are loaded once per run of equal ids.
-template <int kVectors, class Visit>
+template <class Element, int kVectors, class Visit>
 void ForEachEntry(const LookupItem& item, const Visit& visit) {
   constexpr int kCount = kVectors ? kVectors : 1;
   const Columns<kVectors> columns(item.num_columns);
   const std::int64_t stride = item.row_step * item.dim;
-  RowPrefetcher<kVectors> prefetcher(item);
+  RowPrefetcher<Element, kVectors> prefetcher(item);
   for (std::int64_t p = 0; p < item.num_cores; ++p) {
     const std::int64_t end = item.run_ends[p];
-    const float* base = item.table + PartitionBase(item, p);
+    const Element* base = static_cast<const Element*>(item.table) + PartitionBase(item, p);
     for (std::int64_t i = item.run_begins[p]; i < end;) {
       const std::int32_t id = item.ids[i];
-      const float* row = base + id * stride;
+      const Element* row = base + id * stride;
       Vec values[kCount];
       for (int k = 0; k < kCount; ++k) values[k] = columns.Load(row, k);
       do {
@@ -162,7 +164,7 @@ void ForEachEntry(const LookupItem& item, const Visit& visit) {
   }
 }
 
-template <int kVectors>
+template <class Element, int kVectors>
 void LookupColumns(const LookupItem& shared) {
   const LookupItem item = shared;  // a copy: vector stores may alias `shared`, not this
   constexpr int kCount = kVectors ? kVectors : 1;
@@ -174,7 +176,7 @@ void LookupColumns(const LookupItem& shared) {
     return item.out + range.offset + sample * range.stride + item.column;
   };
   if (TakeOnce(item)) {  // at most one id per sample: rows go straight to the output
-    ForEachEntry<kVectors>(item, [&](std::int64_t i, const Vec* values) {
+    ForEachEntry<Element, kVectors>(item, [&](std::int64_t i, const Vec* values) {
       const std::int32_t sample = item.samples[i];
       const SampleRange* range = item.ranges;
       while (sample - range->begin >= range->count) ++range;
@@ -194,7 +196,7 @@ void LookupColumns(const LookupItem& shared) {
   } else {
     constexpr std::int64_t stride = kCount * kLaneFloats;
     std::memset(item.slab, 0, static_cast<std::size_t>(item.num_rows * stride) * sizeof(float));
-    ForEachEntry<kVectors>(item, [&](std::int64_t i, const Vec* values) {
+    ForEachEntry<Element, kVectors>(item, [&](std::int64_t i, const Vec* values) {
       float* sum = item.slab + (item.samples[i] - item.first_sample) * stride;
       const Vec gain(item.gains[i]);
       for (int k = 0; k < kCount; ++k) {
@@ -213,18 +215,19 @@ void LookupColumns(const LookupItem& shared) {
   if (item.stream) StreamFence();
 }
 
+template <class Element>
 void Lookup(const LookupItem& item) {
   switch (item.num_columns) {
     case 16:
-      return LookupColumns<1>(item);
+      return LookupColumns<Element, 1>(item);
     case 32:
-      return LookupColumns<2>(item);
+      return LookupColumns<Element, 2>(item);
     case 64:
-      return LookupColumns<4>(item);
+      return LookupColumns<Element, 4>(item);
     case 128:
-      return LookupColumns<8>(item);
+      return LookupColumns<Element, 8>(item);
     default:
-      return LookupColumns<0>(item);  // less than 16: one partial vector
+      return LookupColumns<Element, 0>(item);  // less than 16: one partial vector
   }
 }
 
@@ -246,10 +249,10 @@ void Compact(const CompactItem& item) {
 }
 
 // One row's step from its summed gradient; `sum(k)` is vector k of it.
-template <class Rule, int kVectors, class Sum>
+template <class Rule, class Element, int kVectors, class Sum>
 void ApplyRule(const UpdateItem& item, const Columns<kVectors>& columns, std::int64_t row,
                const float* operands, const Sum& sum) {
-  float* weights = item.table + row * item.row_stride;
+  Element* weights = static_cast<Element*>(item.table) + row * item.row_stride;
   constexpr int kSlots = Rule::kNumRowSlots;
   float* slots[kSlots + 1];
   for (int s = 0; s < kSlots; ++s) slots[s] = item.row_slots[s] + row * item.row_stride;
@@ -283,7 +286,7 @@ void ApplyRule(const UpdateItem& item, const Columns<kVectors>& columns, std::in
   }
 }
 
-template <class Rule, int kVectors>
+template <class Rule, class Element, int kVectors>
 void UpdateRows(const UpdateItem& shared) {
   const UpdateItem item = shared;  // a copy: vector stores may alias `shared`, not this
   // Measured: more lines in flight than the core can track cost more than they hide.
@@ -298,7 +301,7 @@ void UpdateRows(const UpdateItem& shared) {
     return item.grad + static_cast<std::int64_t>(item.grad_rows[i]) * item.grad_stride;
   };
   const auto prefetch_row = [&](std::int64_t row) {
-    Prefetch<true>(item.table + row * item.row_stride, num_columns);
+    Prefetch<true>(static_cast<Element*>(item.table) + row * item.row_stride, num_columns);
     for (int s = 0; s < Rule::kNumRowSlots; ++s)
       Prefetch<true>(item.row_slots[s] + row * item.row_stride, num_columns);
     for (int s = 0; s < Rule::kNumScalarSlots; ++s)
@@ -331,40 +334,36 @@ void UpdateRows(const UpdateItem& shared) {
       for (std::int64_t k = 0; k < columns.size(); ++k)
         set_sum(k, sum(k) + gain * columns.Load(from, k));
     } while (++i < end);
-    ApplyRule<Rule, kVectors>(item, columns, item.rows[u], operands, sum);
+    ApplyRule<Rule, Element, kVectors>(item, columns, item.rows[u], operands, sum);
   }
 }
 
-template <class Rule>
+template <class Rule, class Element>
 void Update(const UpdateItem& item) {
   switch (item.dim) {
     case 16:
-      return UpdateRows<Rule, 1>(item);
+      return UpdateRows<Rule, Element, 1>(item);
     case 32:
-      return UpdateRows<Rule, 2>(item);
+      return UpdateRows<Rule, Element, 2>(item);
     case 64:
-      return UpdateRows<Rule, 4>(item);
+      return UpdateRows<Rule, Element, 4>(item);
     case 128:
-      return UpdateRows<Rule, 8>(item);
+      return UpdateRows<Rule, Element, 8>(item);
     default:
-      return UpdateRows<Rule, 0>(item);
+      return UpdateRows<Rule, Element, 0>(item);
   }
 }
 
-#define TRTPU_RULE_KERNEL(Name)                                                                   \
-  {rules::Name##Rule::kName, rules::Name##Rule::kNumRowSlots, rules::Name##Rule::kNumScalarSlots, \
-   rules::Name##Rule::kNumOperands, Update<rules::Name##Rule>},
+#define TRTPU_RULE_KERNEL(Name)                                         \
+  {rules::Name##Rule::kName,           rules::Name##Rule::kNumRowSlots, \
+   rules::Name##Rule::kNumScalarSlots, rules::Name##Rule::kNumOperands, \
+   Update<rules::Name##Rule, float>,   Update<rules::Name##Rule, Half>},
 constexpr RuleKernel kRules[] = {TRTPU_FOR_EACH_RULE(TRTPU_RULE_KERNEL)};
 #undef TRTPU_RULE_KERNEL
 
 constexpr RowKernels MakeKernels(const char* name) {
-  return {name,
-          IsSorted,
-          AllInside,
-          Lookup,
-          Compact,
-          kRules,
-          static_cast<int>(sizeof(kRules) / sizeof(kRules[0]))};
+  return {name,         IsSorted, AllInside, Lookup<float>,
+          Lookup<Half>, Compact,  kRules,    static_cast<int>(sizeof(kRules) / sizeof(kRules[0]))};
 }
 
 }  // namespace

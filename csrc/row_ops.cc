@@ -74,15 +74,9 @@ class Buffer {
 std::vector<const RowKernels*> AllKernels() {
   std::vector<const RowKernels*> kernels;
 #if defined(__x86_64__)
-  // All of x86-64-v4 or -v3: the compiler may use any of it in those files.
-  const auto has = [](auto... supported) { return (supported && ...); };
-  if (has(__builtin_cpu_supports("avx512f"), __builtin_cpu_supports("avx512bw"),
-          __builtin_cpu_supports("avx512cd"), __builtin_cpu_supports("avx512dq"),
-          __builtin_cpu_supports("avx512vl")))
-    kernels.push_back(&kAvx512RowKernels);
-  if (has(__builtin_cpu_supports("avx2"), __builtin_cpu_supports("bmi"),
-          __builtin_cpu_supports("bmi2"), __builtin_cpu_supports("fma")))
-    kernels.push_back(&kAvx2RowKernels);
+  // All of a level: the compiler may use any of it in those files.
+  if (__builtin_cpu_supports("x86-64-v4")) kernels.push_back(&kAvx512RowKernels);
+  if (__builtin_cpu_supports("x86-64-v3")) kernels.push_back(&kAvx2RowKernels);
 #endif
   kernels.push_back(&kBaselineRowKernels);
   return kernels;
@@ -634,7 +628,7 @@ RowOps::RowOps(ThreadPool& pool) : pool_(pool), scratch_(std::make_unique<Scratc
 RowOps::~RowOps() = default;
 
 std::string RowOps::Lookup(const Geometry& geometry, std::span<const PackedStack> stacks,
-                           std::span<const float* const> tables, std::span<float> out) {
+                           std::span<const ConstWeights> tables, std::span<float> out) {
   const std::lock_guard lock(mutex_);
   const RowKernels& kernels = *CurrentKernels().load();
   Scratch& scratch = *scratch_;
@@ -659,7 +653,7 @@ std::string RowOps::Lookup(const Geometry& geometry, std::span<const PackedStack
     item.run_begins = &scratch.cuts[begins];
     item.run_ends = &scratch.cuts[begins + scratch.PlaneSize()];
     item.num_entries = scratch.entries[task.table * geometry.num_local_cores + task.core];
-    item.table = tables[task.table];
+    item.table = tables[task.table].data;
     item.dim = table.dim;
     item.num_cores = geometry.num_cores;
     item.rotation = table.rotation;
@@ -681,7 +675,7 @@ std::string RowOps::Lookup(const Geometry& geometry, std::span<const PackedStack
               0;
     item.slab = scratch.threads[thread].slab.get();
     item.taken = scratch.threads[thread].taken.get();
-    kernels.lookup(item);
+    (tables[task.table].is_half ? kernels.lookup_half : kernels.lookup)(item);
   });
   return {};
 }
@@ -754,7 +748,9 @@ std::string RowOps::Update(const Geometry& geometry, std::span<const PackedStack
       item.grad_stride = geometry.features[table.first_feature].out_stride;
     }
     const std::int64_t first_id = scratch.FirstId(table, task.partition);
-    item.table = state.weights + first_id * table.dim;
+    const auto element =
+        static_cast<std::int64_t>(state.weights.is_half ? sizeof(Half) : sizeof(float));
+    item.table = static_cast<char*>(state.weights.data) + first_id * table.dim * element;
     for (std::size_t s = 0; s < state.row_slots.size(); ++s)
       item.row_slots[s] = state.row_slots[s] + first_id * table.dim;
     for (std::size_t s = 0; s < state.scalar_slots.size(); ++s)
@@ -764,7 +760,7 @@ std::string RowOps::Update(const Geometry& geometry, std::span<const PackedStack
     item.row_stride = item.scalar_stride * table.dim;
     item.operands = operands.data() + task.table * rule_kernel->num_operands;
     item.sum = thread.sum.get();
-    rule_kernel->update(item);
+    (state.weights.is_half ? rule_kernel->update_half : rule_kernel->update)(item);
   });
   return {};
 }

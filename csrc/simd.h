@@ -9,6 +9,9 @@
 
 #include <cmath>
 #include <cstdint>
+#include <cstring>
+
+#include "row_kernels.h"
 
 #if defined(__AVX512F__) || defined(__AVX2__) || defined(__SSE2__)
 #include <immintrin.h>
@@ -126,6 +129,42 @@ struct Register {
 
 #endif
 
+// The bits of float16 and float32 numbers from each other, as the F16C instructions convert: to the
+// nearest, ties to even, with subnormals; a NaN keeps its sign and its leading bits and is quiet.
+inline std::uint32_t FloatBits(Half half) {
+  const std::uint32_t sign = static_cast<std::uint32_t>(half.bits & 0x8000u) << 16;
+  const std::uint32_t rest = half.bits & 0x7FFFu;
+  std::uint32_t bits;
+  if (rest >= 0x7C00u) {  // infinity or NaN
+    bits = 0x7F800000u | (rest & 0x3FFu) << 13 | (rest > 0x7C00u ? 0x400000u : 0u);
+  } else if (rest >= 0x400u) {
+    bits = (rest << 13) + ((127u - 15u) << 23);
+  } else {  // a multiple of 2^-24, exact in float32
+    const float value = static_cast<float>(rest) * 0x1p-24f;
+    std::memcpy(&bits, &value, sizeof(bits));
+  }
+  return sign | bits;
+}
+inline Half HalfOf(std::uint32_t bits) {
+  const std::uint32_t sign = bits >> 16 & 0x8000u;
+  const std::uint32_t rest = bits & 0x7FFFFFFFu;
+  std::uint32_t half;
+  if (rest > 0x7F800000u) {
+    half = 0x7E00u | (rest >> 13 & 0x3FFu);
+  } else if (rest >= 0x477FF000u) {  // 65520 and above are nearer to 2^16 than to 65504
+    half = 0x7C00u;
+  } else if (rest >= 0x38800000u) {
+    half = (rest - ((127u - 15u) << 23) + 0xFFFu + (rest >> 13 & 1u)) >> 13;
+  } else {  // below 2^-14: the sum rounds to multiples of 2^-24, and its last bits count them
+    float value;
+    std::memcpy(&value, &rest, sizeof(value));
+    value += 0.5f;
+    std::memcpy(&half, &value, sizeof(half));
+    half -= 0x3F000000u;
+  }
+  return {static_cast<std::uint16_t>(sign | half)};
+}
+
 struct Vec {
   static constexpr int kLanes = 16;
   static constexpr int kRegisters = kLanes / Register::kLanes;
@@ -152,6 +191,39 @@ struct Vec {
     return Load(lanes);
 #endif
   }
+  static Vec Load(const Half* p) {
+#if defined(__AVX512F__)
+    Vec v;
+    v.raw[0] =
+        _mm512_maskz_cvtph_ps(0xFFFF, _mm256_loadu_si256(reinterpret_cast<const __m256i*>(p)));
+    return v;
+#elif defined(__F16C__)
+    Vec v;
+    for (int i = 0; i < kRegisters; ++i)
+      v.raw[i] = _mm256_cvtph_ps(_mm_loadu_si128(reinterpret_cast<const __m128i*>(p) + i));
+    return v;
+#else
+    return LoadN(p, kLanes);
+#endif
+  }
+  static Vec LoadN(const Half* p, int n) {
+#if defined(__AVX512F__)
+    Vec v;
+    v.raw[0] = _mm512_maskz_cvtph_ps(
+        0xFFFF, _mm256_maskz_loadu_epi16(static_cast<__mmask16>((1u << n) - 1), p));
+    return v;
+#elif defined(__F16C__)
+    alignas(16) Half lanes[kLanes] = {};
+    for (int i = 0; i < n; ++i) lanes[i] = p[i];
+    return Load(lanes);
+#else
+    alignas(64) std::uint32_t bits[kLanes] = {};
+    for (int i = 0; i < n; ++i) bits[i] = FloatBits(p[i]);
+    alignas(64) float lanes[kLanes];
+    std::memcpy(lanes, bits, sizeof(lanes));
+    return Load(lanes);
+#endif
+  }
   void Store(float* p) const {
     for (int i = 0; i < kRegisters; ++i) Register::Store(p + i * Register::kLanes, raw[i]);
   }
@@ -162,6 +234,34 @@ struct Vec {
     alignas(64) float lanes[kLanes];
     Store(lanes);
     for (int i = 0; i < n; ++i) p[i] = lanes[i];
+#endif
+  }
+  void Store(Half* p) const {
+#if defined(__AVX512F__)
+    _mm256_storeu_si256(reinterpret_cast<__m256i*>(p),
+                        _mm512_maskz_cvtps_ph(0xFFFF, raw[0], _MM_FROUND_TO_NEAREST_INT));
+#elif defined(__F16C__)
+    for (int i = 0; i < kRegisters; ++i)
+      _mm_storeu_si128(reinterpret_cast<__m128i*>(p) + i,
+                       _mm256_cvtps_ph(raw[i], _MM_FROUND_TO_NEAREST_INT));
+#else
+    StoreN(p, kLanes);
+#endif
+  }
+  void StoreN(Half* p, int n) const {
+#if defined(__AVX512F__)
+    _mm256_mask_storeu_epi16(p, static_cast<__mmask16>((1u << n) - 1),
+                             _mm512_maskz_cvtps_ph(0xFFFF, raw[0], _MM_FROUND_TO_NEAREST_INT));
+#elif defined(__F16C__)
+    alignas(16) Half lanes[kLanes];
+    Store(lanes);
+    for (int i = 0; i < n; ++i) p[i] = lanes[i];
+#else
+    alignas(64) float lanes[kLanes];
+    Store(lanes);
+    std::uint32_t bits[kLanes];
+    std::memcpy(bits, lanes, sizeof(bits));
+    for (int i = 0; i < n; ++i) p[i] = HalfOf(bits[i]);
 #endif
   }
   // Past the caches; p is a multiple of 64 bytes. Follow the last one with StreamFence.

@@ -132,7 +132,7 @@ class RowOps:
     def lookup(
         self,
         buffers: Sequence[npt.NDArray[Any]],
-        tables: Sequence[npt.NDArray[np.float32]],
+        tables: Sequence[npt.NDArray[np.float32] | npt.NDArray[np.float16]],
         geometry: Sequence[int],
         out: npt.NDArray[np.float32],
     ) -> None: ...
@@ -140,7 +140,7 @@ class RowOps:
         self,
         grad: npt.NDArray[np.float32],
         buffers: Sequence[npt.NDArray[Any]],
-        tables: Sequence[npt.NDArray[np.float32]],
+        tables: Sequence[npt.NDArray[np.float32] | npt.NDArray[np.float16]],
         slots: Sequence[Sequence[npt.NDArray[np.float32]]],
         operands: npt.NDArray[np.float32],
         geometry: Sequence[int],

@@ -15,6 +15,8 @@ import numpy.typing as npt
 
 Int32Array = npt.NDArray[np.int32]
 Float32Array = npt.NDArray[np.float32]
+TableArray = npt.NDArray[np.float32] | npt.NDArray[np.float16]
+"""Weights of a table."""
 
 PAD_ID = 2**31 - 1
 """Row and sample of a padding slot; its gain is NaN."""

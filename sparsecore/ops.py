@@ -6,9 +6,10 @@
     torchrec_tpu::ragged_all_to_all(values, send, receive, group) -> received
 
 `buffers` holds four tensors a stack (row_pointers, embedding_ids, sample_ids, gains; see
-`StackBuffers`). On the CPU tables and slots are logical, row-major float32 arrays in the order of
-the geometry's tables; they are read and written where they lie, never copied. On a TPU each stack
-is one tensor in device form, the geometry has limits, and backends/tpu.py runs the call.
+`StackBuffers`). On the CPU tables and slots are logical, row-major arrays in the order of the
+geometry's tables, float32 but for tables of float16 (see `Backend`); they are read and written
+where they lie, never copied. On a TPU each stack is one tensor in device form, the geometry has
+limits, and backends/tpu.py runs the call.
 """
 
 from __future__ import annotations
@@ -41,7 +42,7 @@ def sparse_dense_matmul(
 
     Args:
         buffers: 4 a stack: row_pointers, embedding_ids, sample_ids i32, gains f32.
-        tables: (V, D) float32 each, in the order of the geometry's tables.
+        tables: (V, D) each, float32 or float16, in the order of the geometry's tables.
         geometry: `Geometry.encode()`.
         out_shape: shape of the result; the geometry addresses its elements as one flat array.
 
@@ -88,7 +89,7 @@ def sparse_dense_matmul_update_(
     Args:
         grad: gradient of `sparse_dense_matmul`'s result, float32, contiguous.
         buffers: as in the lookup.
-        tables: T tables to update, (V, D) float32 each.
+        tables: T tables to update, (V, D) each, float32 or float16.
         slots: optimizer state, table by table, each table's in the rule's order: (V, D) or (V,).
         operands: (T, number of operands) float32, one line a table.
         geometry: `Geometry.encode()` with the tables to update.
@@ -166,7 +167,7 @@ def lookup(
 
     Args:
         buffers: from `as_tensors`.
-        tables: (V, D) float32 each, in the order of the geometry's tables.
+        tables: (V, D) each, float32 or float16, in the order of the geometry's tables.
         geometry: of the batch.
         out_shape: shape of the activations.
         update: called with the contiguous gradient of the activations; None for frozen tables.

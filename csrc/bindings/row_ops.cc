@@ -10,17 +10,21 @@ namespace py = pybind11;
 namespace trtpu {
 namespace {
 
+[[noreturn]] void ThrowWrongType(const py::handle& object, const std::string& name,
+                                 const std::string& wanted) {
+  throw py::type_error(name + ": wanted a numpy array of " + wanted + ", got " +
+                       py::repr(py::type::of(object)).cast<std::string>() +
+                       (py::isinstance<py::array>(object)
+                            ? " of " + py::str(object.attr("dtype")).cast<std::string>()
+                            : std::string()));
+}
+
 // The memory of a C-contiguous array of T, checked; nothing is ever copied.
 template <class T>
 std::span<T> Borrow(const py::handle& object, const std::string& name) {
   using Element = std::remove_const_t<T>;
   if (!py::isinstance<py::array_t<Element>>(object))
-    throw py::type_error(name + ": wanted a numpy array of " +
-                         py::str(py::dtype::of<Element>()).cast<std::string>() + ", got " +
-                         py::repr(py::type::of(object)).cast<std::string>() +
-                         (py::isinstance<py::array>(object)
-                              ? " of " + py::str(object.attr("dtype")).cast<std::string>()
-                              : std::string()));
+    ThrowWrongType(object, name, py::str(py::dtype::of<Element>()).cast<std::string>());
   const auto array = py::reinterpret_borrow<py::array>(object);
   const bool aligned = reinterpret_cast<std::uintptr_t>(array.data()) % alignof(Element) == 0;
   if (!(array.flags() & py::array::c_style) || !aligned)
@@ -41,6 +45,20 @@ std::span<T> Borrow(const py::handle& object, const std::string& name,
                           py::str(object.attr("shape")).cast<std::string>());
   }
   return span;
+}
+
+// The memory of a table's weights, checked; float32 or float16.
+template <class Weights, class Float, class Bits>
+Weights BorrowWeights(const py::handle& object, std::size_t table, const TableGeometry& geometry) {
+  const std::string name = "table " + std::to_string(table);
+  const std::vector<std::int64_t> shape = {geometry.num_embeddings, geometry.dim};
+  if (py::isinstance<py::array_t<float>>(object))
+    return {Borrow<Float>(object, name, shape).data(), false};
+  if (!py::isinstance<py::array>(object) ||
+      !py::reinterpret_borrow<py::array>(object).dtype().equal(py::dtype("e")))
+    ThrowWrongType(object, name, "float32 or float16");
+  const py::object bits = object.attr("view")(py::dtype::of<std::uint16_t>());
+  return {Borrow<Bits>(bits, name, shape).data(), true};
 }
 
 Geometry DecodeGeometry(const std::vector<std::int64_t>& ints) {
@@ -75,13 +93,10 @@ void Lookup(RowOps& ops, const py::sequence& buffers, const py::sequence& tables
   const Geometry geometry = DecodeGeometry(geometry_ints);
   const std::vector<PackedStack> stacks = BorrowStacks(buffers, geometry);
   CheckCount(tables.size(), geometry.tables.size(), "tables");
-  std::vector<const float*> weights;
-  for (std::size_t t = 0; t < tables.size(); ++t) {
-    const TableGeometry& table = geometry.tables[t];
-    weights.push_back(Borrow<const float>(tables[t], "table " + std::to_string(t),
-                                          {table.num_embeddings, table.dim})
-                          .data());
-  }
+  std::vector<ConstWeights> weights;
+  for (std::size_t t = 0; t < tables.size(); ++t)
+    weights.push_back(BorrowWeights<ConstWeights, const float, const std::uint16_t>(
+        tables[t], t, geometry.tables[t]));
   const std::span<float> floats = Borrow<float>(out, "out");
   std::string error;
   {
@@ -106,7 +121,7 @@ void Update(RowOps& ops, const py::object& grad, const py::sequence& buffers,
     const TableGeometry& table = geometry.tables[t];
     const std::string name = "table " + std::to_string(t);
     TableState& state = states.emplace_back();
-    state.weights = Borrow<float>(tables[t], name, {table.num_embeddings, table.dim}).data();
+    state.weights = BorrowWeights<Weights, float, std::uint16_t>(tables[t], t, table);
     const auto table_slots = slots[t].cast<py::sequence>();
     for (const py::handle slot : table_slots) {
       const std::string slot_name = "slot of " + name;

@@ -14,7 +14,7 @@ from functools import cache
 from types import MappingProxyType
 from typing import Final, Protocol
 
-from torchrec_tpu.sparsecore.batch import Float32Array, StackBuffers
+from torchrec_tpu.sparsecore.batch import Float32Array, StackBuffers, TableArray
 from torchrec_tpu.sparsecore.geometry import Geometry
 
 # Shape legend: V num_embeddings, D embedding_dim, T tables, O operands of the rule. "Stack order"
@@ -24,9 +24,11 @@ from torchrec_tpu.sparsecore.geometry import Geometry
 class Backend(Protocol):
     """What executes lookups and updates on the host; those of a TPU satisfy `tpu.TpuBackend`.
 
-    Tables and slots are logical: row i is id i, (V, D) or (V,), nothing padded. All lists are in
-    stack order. Arguments that contradict each other raise ValueError, and a case that the backend
-    does not cover NotImplementedError; both before anything is written.
+    Tables and slots are logical: row i is id i, (V, D) or (V,), nothing padded. A table may be
+    float16: its elements become float32 when read and are rounded to nearest even when written; all
+    else is float32. All lists are in stack order. Arguments that contradict each other raise
+    ValueError, and a case that the backend does not cover NotImplementedError; both before anything
+    is written.
     """
 
     @property
@@ -39,7 +41,7 @@ class Backend(Protocol):
     def lookup(
         self,
         buffers: Sequence[StackBuffers],
-        tables: Sequence[Float32Array],
+        tables: Sequence[TableArray],
         geometry: Geometry,
         out: Float32Array,
     ) -> None:
@@ -58,7 +60,7 @@ class Backend(Protocol):
         self,
         grad: Float32Array,
         buffers: Sequence[StackBuffers],
-        tables: Sequence[Float32Array],
+        tables: Sequence[TableArray],
         slots: Sequence[Sequence[Float32Array]],
         operands: Float32Array,
         geometry: Geometry,

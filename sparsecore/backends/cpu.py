@@ -14,7 +14,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from torchrec_tpu.sparsecore import _native
-from torchrec_tpu.sparsecore.batch import Float32Array, StackBuffers
+from torchrec_tpu.sparsecore.batch import Float32Array, StackBuffers, TableArray
 from torchrec_tpu.sparsecore.geometry import Geometry
 
 
@@ -59,7 +59,7 @@ class CpuBackend:
     def lookup(
         self,
         buffers: Sequence[StackBuffers],
-        tables: Sequence[Float32Array],
+        tables: Sequence[TableArray],
         geometry: Geometry,
         out: Float32Array,
     ) -> None:
@@ -67,7 +67,7 @@ class CpuBackend:
 
         Args:
             buffers: per stack.
-            tables: (num_embeddings, dim) per table, stack order.
+            tables: (num_embeddings, dim) per table, stack order; float32 or float16.
             geometry: of the batch.
             out: flat output that `geometry` points into; other elements stay as they are.
 
@@ -80,7 +80,7 @@ class CpuBackend:
         self,
         grad: Float32Array,
         buffers: Sequence[StackBuffers],
-        tables: Sequence[Float32Array],
+        tables: Sequence[TableArray],
         slots: Sequence[Sequence[Float32Array]],
         operands: Float32Array,
         geometry: Geometry,
@@ -92,7 +92,7 @@ class CpuBackend:
         Args:
             grad: flat gradient, laid out as `lookup`'s output.
             buffers: per stack; those of the lookup.
-            tables: (num_embeddings, dim) per table, stack order.
+            tables: (num_embeddings, dim) per table, stack order; float32 or float16.
             slots: per table, in rule order: (num_embeddings, dim), or (num_embeddings,) for one
                 number per row.
             operands: (num_tables, operands of the rule).

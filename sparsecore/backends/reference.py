@@ -11,6 +11,7 @@ from numpy.typing import NDArray
 from torchrec_tpu.sparsecore.batch import (
     Float32Array,
     StackBuffers,
+    TableArray,
 )
 from torchrec_tpu.sparsecore.geometry import FeatureGeometry, Geometry, TableGeometry
 from torchrec_tpu.sparsecore.layout import round_up
@@ -40,7 +41,7 @@ class ReferenceBackend:
     def lookup(
         self,
         buffers: Sequence[StackBuffers],
-        tables: Sequence[Float32Array],
+        tables: Sequence[TableArray],
         geometry: Geometry,
         out: Float32Array,
     ) -> None:
@@ -52,14 +53,14 @@ class ReferenceBackend:
                 starts = feature.out_offset + np.arange(feature.num_samples) * feature.out_stride
                 out[_elements(starts, table.dim)] = 0
         for table, weights, ids in zip(geometry.tables, tables, entries, strict=True):
-            terms_ED = ids.gains_E[:, None] * weights[ids.rows_E]
+            terms_ED = ids.gains_E[:, None] * weights[ids.rows_E].astype(np.float32)
             np.add.at(out, _elements(ids.vectors_E, table.dim), terms_ED)
 
     def update(
         self,
         grad: Float32Array,
         buffers: Sequence[StackBuffers],
-        tables: Sequence[Float32Array],
+        tables: Sequence[TableArray],
         slots: Sequence[Sequence[Float32Array]],
         operands: Float32Array,
         geometry: Geometry,
@@ -82,15 +83,15 @@ class ReferenceBackend:
             rows_U, index_E = np.unique(ids.rows_E, return_inverse=True)
             grad_UD = np.zeros((len(rows_U), table.dim), np.float32)
             np.add.at(grad_UD, index_E, ids.gains_E[:, None] * grad_ED)
-            arrays = (tables[t], *slots[t])
-            row_UD, *slots_U = (array[rows_U] for array in arrays)
-            for array, new_U in zip(
-                arrays, apply(RULES[rule], grad_UD, row_UD, slots_U, operands[t]), strict=True
-            ):
-                array[rows_U] = new_U
+            arrays: tuple[TableArray, ...] = (tables[t], *slots[t])
+            row_UD, *slots_U = (array[rows_U].astype(np.float32) for array in arrays)
+            new = apply(RULES[rule], grad_UD, row_UD, slots_U, operands[t])
+            for array, new_U in zip(arrays, new, strict=True):
+                with np.errstate(over="ignore"):  # what float16 cannot hold becomes infinite
+                    array[rows_U] = new_U
 
 
-def _check(tables: Sequence[Float32Array], flat: Float32Array, geometry: Geometry) -> None:
+def _check(tables: Sequence[TableArray], flat: Float32Array, geometry: Geometry) -> None:
     shapes = [(table.num_embeddings, table.dim) for table in geometry.tables]
     if [table.shape for table in tables] != shapes:
         raise ValueError(f"tables are {[table.shape for table in tables]}, geometry says {shapes}")

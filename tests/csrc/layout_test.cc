@@ -69,11 +69,18 @@ void TestBlocks() {
   CHECK(CheckLayout(layout).empty());
   const KeyMap four = MakeKeyMap(layout.tables[1], 4);
   CHECK(four.mapping == RowMapping::kBlocks && four.is_narrow);
-  CHECK(four.core_bits == 2 && four.row_bits == 4 && four.idle_bits == 0);
+  CHECK(four.num_parts == 4 && four.part_bits == 2 && four.row_bits == 4);
+  for (int part = 0; part < 4; ++part) CHECK(four.PartitionOf(part) == part);
   layout.tables[1].block_rows = 1'000'000;  // one block, longer than the table
   CHECK(CheckLayout(layout).empty());
   const KeyMap one = MakeKeyMap(layout.tables[1], 4);
-  CHECK(one.divisor == 50 && one.row_bits == 6 && one.idle_bits == 2);
+  CHECK(one.divisor == 50 && one.row_bits == 6 && one.num_parts == 1 && one.part_bits == 0);
+  CHECK(one.PartitionOf(0) == 2);
+  layout.tables[1].block_rows = 25;  // two blocks: on cores 3 and 0
+  layout.tables[1].rotation = 3;
+  const KeyMap two = MakeKeyMap(layout.tables[1], 4);
+  CHECK(two.num_parts == 2 && two.rotation == 1);
+  CHECK(two.PartitionOf(0) == 0 && two.PartitionOf(1) == 3);
   for (const std::int64_t block : {1ll, 2ll, 3ll, 7ll, 1000ll, 65'536ll, 40'000'000ll, 1ll << 30,
                                    (1ll << 31) - 1, 1ll << 31}) {
     const TableLayout table = {.stack = 0,

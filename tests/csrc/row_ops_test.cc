@@ -1,8 +1,10 @@
 // Lookup and update against a plain loop; the same bits from every instruction set and thread
-// count; corrupt buffers are refused. Run it under the sanitizers.
+// count; float16 tables are float32 ones, rounded; corrupt buffers are refused. Run it under the
+// sanitizers.
 #include "trtpu/row_ops.h"
 
 #include <algorithm>
+#include <cmath>
 #include <cstdint>
 #include <cstdio>
 #include <cstring>
@@ -16,6 +18,7 @@
 
 namespace {
 
+using trtpu::ConstWeights;
 using trtpu::FeatureGeometry;
 using trtpu::Geometry;
 using trtpu::PackedStack;
@@ -115,10 +118,44 @@ std::vector<float> RandomFloats(std::int64_t size, unsigned seed) {
   return values;
 }
 
+// The nearest float16 number: a multiple of its last place, which is 2^-24 at the smallest.
+float Rounded(float value) {
+  const int exponent = value == 0 ? -14 : std::max(std::ilogb(value), -14);
+  return std::ldexp(std::nearbyint(std::ldexp(value, 10 - exponent)), exponent - 10);
+}
+
+using Halves = std::vector<std::uint16_t>;
+
+// Bits of float16 numbers, and back.
+Halves Pack(const std::vector<float>& values) {
+  Halves halves;
+  for (const float value : values) {
+    const float size = std::abs(value);
+    const int exponent = size < 0x1p-14f ? -14 : std::ilogb(size);
+    // Exponent and leading one add up, so that a number below 2^-14 has exponent bits 0.
+    const int bits = (exponent + 14) * 1024 + static_cast<int>(std::ldexp(size, 10 - exponent));
+    halves.push_back(static_cast<std::uint16_t>(bits | (std::signbit(value) ? 0x8000 : 0)));
+  }
+  return halves;
+}
+std::vector<float> Unpack(const Halves& halves) {
+  std::vector<float> values;
+  for (const std::uint16_t bits : halves) {
+    const int exponent = bits >> 10 & 31, fraction = bits & 1023;
+    const float size = std::ldexp(static_cast<float>(exponent == 0 ? fraction : fraction + 1024),
+                                  std::max(exponent, 1) - 25);
+    values.push_back(bits & 0x8000 ? -size : size);
+  }
+  return values;
+}
+
+// Float16 can hold their elements.
 Arrays MakeTables(const Geometry& geometry) {
   Arrays tables;
-  for (const TableGeometry& table : geometry.tables)
+  for (const TableGeometry& table : geometry.tables) {
     tables.push_back(RandomFloats(table.num_embeddings * table.dim, 11));
+    for (float& value : tables.back()) value = Rounded(value);
+  }
   return tables;
 }
 
@@ -151,17 +188,23 @@ void ForEachEntry(const Batch& batch, const Visit& visit) {
   }
 }
 
-std::vector<float> Lookup(RowOps& ops, const Batch& batch, const Arrays& tables) {
+std::vector<float> Lookup(RowOps& ops, const Batch& batch, const Arrays& tables,
+                          bool is_half = false) {
   std::vector<float> out(batch.num_floats, -1.0f);
-  std::vector<const float*> pointers;
-  for (const auto& table : tables) pointers.push_back(table.data());
-  CHECK(ops.Lookup(batch.geometry, batch.Stacks(), pointers, out).empty());
+  std::vector<Halves> halves;
+  std::vector<ConstWeights> weights;
+  for (const auto& table : tables) {
+    halves.push_back(Pack(table));
+    weights.push_back({table.data(), false});
+    if (is_half) weights.back() = {halves.back().data(), true};
+  }
+  CHECK(ops.Lookup(batch.geometry, batch.Stacks(), weights, out).empty());
   return out;
 }
 
 // Tables and slots after one step.
 Arrays Update(RowOps& ops, const Batch& batch, const std::string& rule, float max_gradient,
-              std::string* error = nullptr) {
+              std::string* error = nullptr, bool is_half = false) {
   const trtpu::RuleShape shape = trtpu::FindRule(rule).value();
   Arrays arrays = MakeTables(batch.geometry);
   const std::size_t num_tables = arrays.size();
@@ -171,10 +214,15 @@ Arrays Update(RowOps& ops, const Batch& batch, const std::string& rule, float ma
     for (int s = 0; s < shape.num_scalar_slots; ++s)
       arrays.push_back(RandomFloats(table.num_embeddings, 13));
   }
+  std::vector<Halves> halves(num_tables);
   std::vector<TableState> states(num_tables);
   std::size_t next = num_tables;
   for (std::size_t t = 0; t < num_tables; ++t) {
-    states[t].weights = arrays[t].data();
+    states[t].weights = {arrays[t].data(), false};
+    if (is_half) {
+      halves[t] = Pack(arrays[t]);
+      states[t].weights = {halves[t].data(), true};
+    }
     for (int s = 0; s < shape.num_row_slots; ++s)
       states[t].row_slots.push_back(arrays[next++].data());
     for (int s = 0; s < shape.num_scalar_slots; ++s)
@@ -187,6 +235,7 @@ Arrays Update(RowOps& ops, const Batch& batch, const std::string& rule, float ma
       ops.Update(batch.geometry, batch.Stacks(), states, grad, operands, rule, max_gradient);
   CHECK(error || got.empty());
   if (error) *error = got;
+  for (std::size_t t = 0; is_half && t < num_tables; ++t) arrays[t] = Unpack(halves[t]);
   return arrays;
 }
 
@@ -245,6 +294,22 @@ void ThreadsAndInstructionSetsGiveTheSameBits(const Batch& batch) {
   }
 }
 
+// The same computation: exact when weights are loaded, rounded when they are stored.
+void HalfTablesAreRoundedFloatTables(const Batch& batch, RowOps& ops) {
+  const Arrays tables = MakeTables(batch.geometry);
+  for (const std::string_view name : trtpu::InstructionSets()) {
+    CHECK(trtpu::SetInstructionSet(name));
+    CHECK(SameBits(Lookup(ops, batch, tables, true), Lookup(ops, batch, tables)));
+    for (const std::string_view view : trtpu::RuleNames()) {
+      const std::string rule(view);
+      Arrays expected = Update(ops, batch, rule, 0.0f);
+      for (std::size_t t = 0; t < tables.size(); ++t)
+        for (float& value : expected[t]) value = Rounded(value);
+      CHECK(SameBits(Update(ops, batch, rule, 0.0f, nullptr, true), expected));
+    }
+  }
+}
+
 // Whatever is in the buffers, memory stays intact, and a refused update changes nothing.
 void CorruptBuffersAreHarmless(const Batch& good, RowOps& ops) {
   std::mt19937 random(5);
@@ -269,9 +334,9 @@ void CorruptBuffersAreHarmless(const Batch& good, RowOps& ops) {
     CHECK(SameBits(arrays, untouched));
     std::vector<float> out(bad.num_floats, -1.0f);
     const Arrays tables = MakeTables(bad.geometry);
-    std::vector<const float*> pointers;
-    for (const auto& table : tables) pointers.push_back(table.data());
-    CHECK(!ops.Lookup(bad.geometry, bad.Stacks(), pointers, out).empty());
+    std::vector<ConstWeights> weights;
+    for (const auto& table : tables) weights.push_back({table.data(), false});
+    CHECK(!ops.Lookup(bad.geometry, bad.Stacks(), weights, out).empty());
     CHECK(std::count(out.begin(), out.end(), -1.0f) == bad.num_floats);
   }
   CHECK(num_refused > 100);
@@ -312,6 +377,7 @@ int main() {
       RowOps ops(pool);
       LookupAndSgdEqualPlainLoops(batch, ops);
       ThreadsAndInstructionSetsGiveTheSameBits(batch);
+      if (num_cores == 2) HalfTablesAreRoundedFloatTables(batch, ops);
     }
   }
   ThreadPool pool(2);

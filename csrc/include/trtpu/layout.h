@@ -46,20 +46,25 @@ enum class RowMapping {
   kBlocks,  // partition = (id div block_rows + rotation) mod num_cores, row = id mod block_rows
 };
 
-// Maps ids of one table to sort keys: id -> partition << row_bits | row (without the table's
-// row_offset). Plain numbers, so that every vector kernel can use them.
+// Maps ids of one table to sort keys: id -> part << row_bits | row (without the table's
+// row_offset). Parts are the partitions that have rows of the table, numbered in their order: all
+// of them, or as many as there are blocks. Plain numbers, so that every vector kernel can use them.
 struct KeyMap {
   RowMapping mapping;
   std::uint64_t num_embeddings;
-  std::uint64_t num_cores;
-  std::uint64_t rotation;
+  std::uint64_t num_parts;
+  std::uint64_t rotation;    // part = (place + rotation) mod num_parts
   std::uint64_t divisor;     // num_cores, or block_rows
   std::uint64_t reciprocal;  // id * reciprocal >> reciprocal_shift == id div divisor, id < 2^31
   std::int32_t reciprocal_shift;
-  std::int32_t core_bits;  // bits of the largest partition
+  std::int32_t part_bits;  // bits of the largest part
   std::int32_t row_bits;   // bits of the largest row
-  std::int32_t idle_bits;  // of core_bits: those that ids do not differ in, as blocks are few
   bool is_narrow;          // keys fit 32 bits, and ids 31 where the reciprocal is needed
+  std::int64_t skipped;    // partitions without rows of the table, behind part number rotation - 1
+
+  [[nodiscard]] std::int64_t PartitionOf(std::int64_t part) const {
+    return part < static_cast<std::int64_t>(rotation) ? part : part + skipped;
+  }
 };
 
 [[nodiscard]] KeyMap MakeKeyMap(const TableLayout& table, std::int32_t num_cores);

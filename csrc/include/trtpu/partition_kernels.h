@@ -1,8 +1,8 @@
 // The inner loops of partition and pack, one set per instruction set, chosen at run time.
 // All sets give the same bits.
 //
-// How an item (the ids of one table on one core) is sorted by key = partition << row_bits | row:
-// one scatter by the top `bucket_bits` of the key, the partition among them, makes buckets that fit
+// How an item (the ids of one table on one core) is sorted by key = part << row_bits | row: one
+// scatter by the top `bucket_bits` of the key, the part among them, makes buckets that fit
 // the first-level cache; in a bucket each occurrence is a word `rest << low_bits | low`, rest being
 // the other bits of the key and low its sample, or its index where it has a gain of its own.
 // Occurrences come in order of low, so sorting by rest has to be stable, or by the whole word.

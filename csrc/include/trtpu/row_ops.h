@@ -57,9 +57,20 @@ struct PackedStack {
   std::span<const float> gains;                 // (N)
 };
 
+// One table's weights, (num_embeddings, dim) of float32, or of float16: these are converted when
+// loaded, computed with in float32, and rounded to nearest even when stored.
+struct ConstWeights {
+  const void* data = nullptr;
+  bool is_half = false;
+};
+struct Weights {
+  void* data = nullptr;
+  bool is_half = false;
+};
+
 // One table's weights and optimizer state.
 struct TableState {
-  float* weights = nullptr;          // (num_embeddings, dim)
+  Weights weights;
   std::vector<float*> row_slots;     // each (num_embeddings, dim)
   std::vector<float*> scalar_slots;  // each (num_embeddings)
 };
@@ -90,7 +101,7 @@ class RowOps {
   // Writes the vectors of all samples: sums of gain * row in (partition, row) order; zeros for a
   // sample without ids.
   [[nodiscard]] std::string Lookup(const Geometry& geometry, std::span<const PackedStack> stacks,
-                                   std::span<const float* const> tables, std::span<float> out);
+                                   std::span<const ConstWeights> tables, std::span<float> out);
 
   // One optimizer step for every row that the buffers name. Its gradient is the sum of gain *
   // gradient over (source core, sample), each element of the gradient first clipped to
