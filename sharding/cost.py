@@ -72,6 +72,34 @@ CONSTANTS: Final[Mapping[str, Constant]] = MappingProxyType(
             "for each partition, two at lookup and four at update; 0.5 % off libtpu 0.0.52 for "
             "DLRM v2 on tpu7x:4x4x2",
         ),
+        "call_buffers": Constant(
+            value=2,
+            unit="buffers",
+            origin="measured",
+            source="SparseCore memory of each local lookup of a pooled table: rows of all ids that "
+            "a device has room for; exact for our program, libtpu 0.0.52",
+        ),
+        "lane_arrays": Constant(
+            value=2,
+            unit="arrays",
+            origin="measured",
+            source="TensorCore temporaries of a pooled update whose rows take 128 lanes whatever "
+            "their width; our program, libtpu 0.0.52",
+        ),
+        "word_arrays": Constant(
+            value=40,
+            unit="arrays",
+            origin="measured",
+            source="the same with one word an id and core: ids, samples, order",
+        ),
+        "pooled_room_seconds": Constant(
+            value=1.7e-9,
+            unit="s",
+            origin="measured",
+            source="TensorCore time of the update of pooled tables for each id that a device has "
+            "room for: 3.8 of the compiler's cycles (our program, libtpu 0.0.52, DLRM v2) at an "
+            "assumed 2.2 GHz; not in any bound",
+        ),
         "pooled_id_passes": Constant(
             value=4,
             unit="passes",
@@ -229,7 +257,10 @@ class Option:
     Attributes:
         way: see `Way`.
         width: columns of a shard, for `Way.POOLED`; 0 otherwise.
-        num_shards: column shards; 1 otherwise.
+        num_shards: blocks of columns or of rows, for `Way.POOLED`; 1 otherwise.
+        num_blocks: of rows.
+        largest_share: of the ids, in the fullest block of rows.
+        room_ids: that a device with one shard has room for, of all devices, for `Way.POOLED`.
         id_bytes: ids that travel in a step, from all devices together, like what follows.
         forward_bytes: rows or pooled vectors to the samples.
         backward_bytes: gradients.
@@ -238,7 +269,7 @@ class Option:
         exchanged_bytes: all of these that leave a chip, over all chips.
         links_ms: what that adds to the exchanges if it is spread evenly.
         sparsecore_ms: HBM time of one device, mean.
-        shard_ms: HBM time of one column shard on its device, on top of every device's share.
+        shard_ms: HBM time of the busiest shard on its device, on top of every device's share.
         tensorcore_ms: of one device.
         hbm_bytes: of one device, mean.
     """
@@ -246,6 +277,9 @@ class Option:
     way: Way
     width: int = 0
     num_shards: int = 1
+    num_blocks: int = 1
+    largest_share: float = 1.0
+    room_ids: int = 0
     id_bytes: float = 0.0
     forward_bytes: float = 0.0
     backward_bytes: float = 0.0
@@ -268,6 +302,8 @@ class Option:
         """In words, e.g. "pooled, 4 x 32 columns"."""
         if self.way is not Way.POOLED:
             return {Way.ROWS: "rows over all cores", Way.REPLICATED: "replicated"}[self.way]
+        if self.num_blocks > 1:
+            return f"pooled, {self.num_blocks} blocks of rows"
         return f"pooled, {self.num_shards} x {self.width} columns"
 
 
@@ -327,34 +363,51 @@ def rows_option(load: TableLoad, step: Step, target: Slice) -> Option:
     )
 
 
-def pooled_option(load: TableLoad, step: Step, target: Slice, width: int) -> Option:
-    """`Way.POOLED` in shards of `width` columns."""
+def pooled_option(
+    load: TableLoad, step: Step, target: Slice, width: int, num_blocks: int = 1
+) -> Option:
+    """`Way.POOLED` in shards of `width` columns, or of all columns and a block of rows.
+
+    A bag sends its ids to every block of columns, and to that block of rows which has them. It gets
+    a vector from every shard.
+    """
     table, lookups = load.table, load.lookups
     batch, devices = step.global_batch_size, target.num_devices
-    num_shards = -(-table.dim // width)
+    num_columns = -(-table.dim // width)
+    num_shards = num_columns * num_blocks
     ids, bags = batch * lookups.ids_per_sample, batch * _bags(load)
     touched = lookups.rows(batch)
     wide = max(4 * width, target.chip.granule_bytes)
     id_bytes = constant("pooled_id_bytes") + 4 * load.has_gains
     speed = target.chip.hbm_bytes_per_second
     trains = load.rule is not None
-    # At the owner: ids; a row read an id; vectors written and sent.
-    owner = constant("pooled_id_passes") * id_bytes * ids + wide * (ids + 2 * bags)
-    if trains:  # gradients received and read once an id, summed per row; rows and state in and out
-        owner += wide * (2 * bags + ids + (2 + 2 * (1 + load.num_row_slots)) * touched)
+
+    def owner(share: float) -> float:
+        """HBM bytes of a device with a share of the rows: ids; a row read an id; vectors."""
+        num_bytes = constant("pooled_id_passes") * id_bytes * ids * share
+        num_bytes += wide * (ids * share + 2 * bags)  # written and sent
+        if trains:  # gradients received, read once an id, summed per row; rows, state in and out
+            rows = (2 + 2 * (1 + load.num_row_slots)) * touched * share
+            num_bytes += wide * (2 * bags + ids * share + rows)
+        return num_bytes
+
+    largest = lookups.largest_share(num_blocks)
     # At the samples: ids written and sent, vectors received, gradients sent.
-    sample = num_shards * (2 * id_bytes * ids + (4 if trains else 2) * wide * bags)
+    sample = num_columns * 2 * id_bytes * ids + num_shards * (4 if trains else 2) * wide * bags
     return _priced(
         target,
         way=Way.POOLED,
         width=width,
         num_shards=num_shards,
-        id_bytes=num_shards * id_bytes * devices * load.pooled_ids(batch / devices),
+        num_blocks=num_blocks,
+        largest_share=largest,
+        room_ids=devices * load.pooled_ids(batch / devices * largest * (1 + constant("headroom"))),
+        id_bytes=num_columns * id_bytes * devices * load.pooled_ids(batch / devices),
         forward_bytes=num_shards * 4 * width * bags,
         backward_bytes=num_shards * 4 * width * bags if trains else 0.0,
-        sparsecore_ms=1e3 * (num_shards * owner + sample) / devices / speed,
-        shard_ms=1e3 * owner / speed,
-        hbm_bytes=num_shards
+        sparsecore_ms=1e3 * (num_shards * owner(1 / num_blocks) + sample) / devices / speed,
+        shard_ms=1e3 * owner(largest) / speed,
+        hbm_bytes=num_columns
         * load.stored_bytes(round_up(table.num_embeddings, 8), width)
         / devices,
     )
@@ -401,45 +454,47 @@ def _with_headroom(observed: int) -> int:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class ColumnShard:
-    """Columns [column, column + num_columns) of a table; narrower than its slot in the last one."""
+class PooledShard:
+    """A block of columns or of rows of a table; narrower than its slot where the table ends."""
 
     module: str
     table: str
+    row: int
+    num_rows: int
     column: int
     num_columns: int
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PooledGroup:
-    """Column shards of one width and optimizer: one lookup and one update of the program.
+    """Shards of one width and optimizer: one lookup and one update of the program.
 
-    All devices run one program, so each core has as many slots, and as much memory, as the fullest;
-    a core with fewer shards has empty slots.
+    All devices run one program, so each has as many slots, and as much memory, as the fullest; a
+    device with fewer shards has empty slots. The SparseCores of a device share a slot's columns.
 
     Attributes:
         module: FQN of the collection.
         width: of a slot.
         rule: of the update; None for frozen tables.
         has_gains: whether ids travel with a factor.
-        cores: (P,) the shards of each SparseCore, device by device.
+        devices: (G,) the shards of each.
     """
 
     module: str
     width: int
     rule: str | None
     has_gains: bool
-    cores: tuple[tuple[ColumnShard, ...], ...]
+    devices: tuple[tuple[PooledShard, ...], ...]
 
     @property
     def num_slots(self) -> int:
-        """Of each core."""
-        return max(map(len, self.cores), default=0)
+        """Of each device."""
+        return max(map(len, self.devices), default=0)
 
     @property
     def num_shards(self) -> int:
-        """Of all cores."""
-        return sum(map(len, self.cores))
+        """Of all devices."""
+        return sum(map(len, self.devices))
 
 
 HBM_CAUSES: Final = (
@@ -495,6 +550,8 @@ class StepCost:
         tensorcore_ms: dense FLOPs at the bf16 peak, and replicas.
         bound_ms: the largest of the three.
         bound_by: its name.
+        unbounded_ms: what the bound leaves out: TensorCore time, by the compiler's estimate, of
+            pooled updates on buffers of static size.
         hbm_bytes: of the fullest device.
         devices: one by one.
     """
@@ -506,6 +563,7 @@ class StepCost:
     tensorcore_ms: float
     bound_ms: float
     bound_by: str
+    unbounded_ms: float
     hbm_bytes: int
     devices: tuple[DeviceCost, ...]
 
@@ -533,7 +591,7 @@ def price(
     devices = target.num_devices
     hbm: dict[str, Floats] = {cause: np.zeros(devices) for cause in HBM_CAUSES}
     _row_sharded_memory(hbm, loads, layouts, capacities, target)
-    _pooled_memory(hbm, loads, groups, step, target)
+    rooms = [_pooled_memory(hbm, loads, chosen, group, step, target) for group in groups]
 
     # Bytes that each device sends to, and receives from, all devices alike.
     sent: dict[str, Floats] = {cause: np.zeros(devices) for cause in ICI_CAUSES}
@@ -559,8 +617,7 @@ def price(
             tensorcore += option.tensorcore_ms
             hbm["replicas"] += option.hbm_bytes
     for group in groups:
-        for core, shards in enumerate(group.cores):
-            device = core // target.chip.cores_per_device
+        for device, shards in enumerate(group.devices):
             for shard in shards:
                 option = chosen[shard.module, shard.table]
                 each = 1 / option.num_shards
@@ -634,6 +691,9 @@ def price(
         tensorcore_ms=bounds["TensorCore"],
         bound_ms=bounds[bound_by],
         bound_by=bound_by,
+        unbounded_ms=1e3
+        * constant("pooled_room_seconds")
+        * sum(room for group, room in zip(groups, rooms, strict=True) if group.rule is not None),
         hbm_bytes=max(sum(device.hbm_bytes.values()) for device in of_devices),
         devices=of_devices,
     )
@@ -663,37 +723,38 @@ def _row_sharded_memory(
 def _pooled_memory(
     hbm: dict[str, Floats],
     loads: Mapping[tuple[str, str], TableLoad],
-    groups: Sequence[PooledGroup],
+    chosen: Mapping[tuple[str, str], Option],
+    group: PooledGroup,
     step: Step,
     target: Slice,
-) -> None:
+) -> float:
+    """Adds what a group takes; returns the ids that each device has room for."""
     devices, cores = target.num_devices, target.chip.cores_per_device
     batch = step.global_batch_size / devices
-    for group in groups:
-        stored, ids, blocks = (np.zeros(target.num_cores) for _ in range(3))
-        for core, shards in enumerate(group.cores):
-            for shard in shards:
-                load = loads[shard.module, shard.table]
-                stored[core] += load.stored_bytes(load.table.num_embeddings, group.width)
-                ids[core] += load.pooled_ids(batch * (1 + constant("headroom")))
-                blocks[core] += len(load.table.features)
-        used = stored.reshape(devices, cores).sum(axis=1)
-        hbm["pooled tables"] += used
-        hbm["pooled padding"] += cores * stored.max() - used
-        # A device has room for what its cores can get of all devices, and every core has as much
-        # as the fullest. Ids: sent, received, in their words and sorted. Vectors of the cores and
-        # of the own samples, and the gradients of both. Rows: gradients, old and new values.
-        room = cores * devices * ids.max()
-        id_words = 2 + group.has_gains
-        vectors = batch * (cores * devices * blocks.max() + blocks.sum())
-        trains = group.rule is not None
-        slots = load.num_row_slots
-        hbm["pooled exchange"] += (
-            4 * id_words * (ids.sum() + room)
-            + 4 * (3 + 7 * trains) * room
-            + (2 if trains else 1) * 4 * group.width * vectors
-            + trains * (3 + 2 * slots) * 4 * group.width * room
+    stored, room, features = (np.zeros(devices) for _ in range(3))
+    for device, shards in enumerate(group.devices):
+        for shard in shards:
+            load = loads[shard.module, shard.table]
+            stored[device] += load.stored_bytes(shard.num_rows, group.width)
+            room[device] += chosen[load.key].room_ids
+            features[device] += len(load.table.features)
+    hbm["pooled tables"] += stored
+    hbm["pooled padding"] += stored.max() - stored
+    hbm["id buffers"] += 4 * (2 + group.has_gains) * room.sum() / devices
+    # Every device has as much room as the fullest: its cores work with (cores * ids, columns of a
+    # core) arrays, which the TensorCore stores with rows of 128.
+    ids, wide = room.max(), 4 * group.width
+    lanes = 4 * cores * round_up(group.width // cores, 128)
+    trains = group.rule is not None
+    arrays = 1 + load.num_row_slots
+    calls = 1 + (1 + 2 * arrays if trains else 0)
+    vectors = batch * (devices * features.max() * lanes + features.sum() * wide)
+    hbm["pooled exchange"] += constant("call_buffers") * calls * ids * wide + vectors
+    if trains:
+        hbm["pooled exchange"] += ids * (
+            constant("lane_arrays") * lanes + constant("word_arrays") * 4 * cores
         )
+    return float(ids.max())
 
 
 def stack_capacity(stack: Stack, lookups: Mapping[str, Lookups], *, num_cores: int) -> Capacity:

@@ -31,6 +31,7 @@ class Lookups:
             straight lines in logarithms.
         ids_KP: ids of one source core by partition (rotation 0), repeats in a sample merged.
         rows_KP: distinct rows among them.
+        shares: of the ids, in each of `NUM_BLOCKS` equal blocks of rows.
         origin: in words.
     """
 
@@ -39,6 +40,7 @@ class Lookups:
     curve: tuple[tuple[float, float], ...]
     ids_KP: Counts
     rows_KP: Counts
+    shares: Floats
     origin: str
 
     def rows(self, samples: float) -> float:
@@ -49,6 +51,10 @@ class Lookups:
         slope = (y[index + 1] - y[index]) / (x[index + 1] - x[index]) if len(x) > 1 else 1.0
         found = math.exp(y[index] + slope * (at - x[index]))
         return min(found, self.num_embeddings, max(samples * self.ids_per_sample, 1e-9))
+
+    def largest_share(self, blocks: int) -> float:
+        """Share of the ids that the fullest of so many equal blocks of rows gets."""
+        return float(self.shares.reshape(blocks, -1).sum(axis=1).max())
 
     @classmethod
     def observed(
@@ -114,6 +120,7 @@ class Lookups:
             curve=_rising(curve),
             ids_KP=np.array(ids_KP),
             rows_KP=np.array(rows_KP),
+            shares=_shares(np.concatenate([ids for ids, _ in batches]), num_embeddings),
             origin=f"{len(batches)} batches of one device"
             + (f", continued with exponent {exponent:g}" if exponent is not None else ""),
         )
@@ -144,10 +151,11 @@ class Lookups:
         draws = max(1, round(samples_per_core * per_sample))
         num_slices = int(np.clip(_MAX_DRAWS // draws, 1, 4))
         rng = np.random.default_rng([seed, num_embeddings, draws])
-        ids_KP, rows_KP = [], []
+        ids_KP, rows_KP, drawn = [], [], []
         for _ in range(num_slices):
             ranks = law.ranks(rng.random(draws))
             ids = (ranks * _spreading(num_embeddings)) % num_embeddings  # popular rows lie apart
+            drawn.append(ids)
             ids_KP.append(np.bincount(ids % num_cores, minlength=num_cores))
             rows_KP.append(np.bincount(np.unique(ids) % num_cores, minlength=num_cores))
         points = samples_per_core * 2.0 ** np.arange(0, 22, 0.5)
@@ -157,11 +165,22 @@ class Lookups:
             curve=_rising([(n, law.rows(n, per_sample, is_linked=False)) for n in points]),
             ids_KP=np.array(ids_KP),
             rows_KP=np.array(rows_KP),
+            shares=_shares(np.concatenate(drawn), num_embeddings),
             origin=f"assumed power law, exponent {exponent:g}",
         )
 
 
+NUM_BLOCKS: Final = 64
+"""Blocks of rows whose ids are counted; what divides it can be told too."""
+
 _MAX_DRAWS: Final = 1 << 17
+
+
+def _shares(ids: npt.NDArray[np.integer], num_embeddings: int) -> Floats:
+    blocks = np.asarray(ids, np.int64) * NUM_BLOCKS // num_embeddings
+    counts = np.bincount(np.clip(blocks, 0, NUM_BLOCKS - 1), minlength=NUM_BLOCKS)
+    shares: Floats = counts / max(1, counts.sum())
+    return shares
 
 
 def _rising(curve: Iterable[tuple[float, float]]) -> tuple[tuple[float, float], ...]:

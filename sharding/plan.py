@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import json
+import math
 import os
 import types
 import typing
@@ -16,10 +17,12 @@ from typing import Any, Final, Self
 from torch import nn
 from torchrec.distributed.types import EmbeddingModuleShardingPlan, ShardingPlan
 
-from torchrec_tpu.sharding.cost import Option, PooledGroup, StepCost
+from torchrec_tpu.sharding.cost import Option, PooledGroup, StepCost, constant
 from torchrec_tpu.sharding.placements import TablePlacement
+from torchrec_tpu.sparsecore.aot.pooled import PooledSlot, PooledStack
 from torchrec_tpu.sparsecore.capacity import Capacity
 from torchrec_tpu.sparsecore.errors import PlacementError
+from torchrec_tpu.sparsecore.layout import Combiner, Table
 
 FORMAT: Final = "torchrec_tpu plan"
 VERSION: Final = 1
@@ -35,6 +38,8 @@ class PlannedTable:
         num_embeddings: V.
         embedding_dim: D.
         features: KJT keys.
+        combiner: pooling.
+        is_weighted: whether its bags are weighted.
         rule: of its optimizer; None when frozen.
         ids_per_sample: mean.
         rows_per_step: distinct rows that a step touches on all devices.
@@ -52,6 +57,8 @@ class PlannedTable:
     num_embeddings: int
     embedding_dim: int
     features: tuple[str, ...]
+    combiner: Combiner
+    is_weighted: bool
     rule: str | None
     ids_per_sample: float
     rows_per_step: float
@@ -62,6 +69,16 @@ class PlannedTable:
     runner_up: Option | None
     considered: tuple[Option, ...]
     excluded: tuple[str, ...]
+
+    def as_table(self) -> Table:
+        """The table as layouts take it."""
+        return Table(
+            name=self.table,
+            num_embeddings=self.num_embeddings,
+            embedding_dim=self.embedding_dim,
+            combiner=self.combiner,
+            features=self.features,
+        )
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -157,6 +174,59 @@ class SparseCorePlan:
         for stack in self.stacks:
             found.setdefault(stack.module, {})[stack.name] = stack.capacity
         return found
+
+    def pooled_stacks(self) -> dict[str, tuple[PooledStack, ...]]:
+        """Module -> pooled stacks, as a compiled program takes them (`aot.trace(pooled=...)`).
+
+        Their `max_ids` follow the mean number of ids with headroom; `aot.fit_pooled` fits them to
+        batches.
+        """
+        found: dict[str, list[PooledStack]] = {}
+        batch = self.global_batch_size / self.num_devices
+        for group in self.groups:
+            shards = [
+                (device, shard) for device, mine in enumerate(group.devices) for shard in mine
+            ]
+            planned = {
+                p.table: p
+                for p in self.tables
+                if p.module == group.module and p.table in {shard.table for _, shard in shards}
+            }
+            max_ids = [
+                sum(
+                    math.ceil(
+                        batch
+                        * planned[shard.table].ids_per_sample
+                        * planned[shard.table].chosen.largest_share
+                        * (1 + constant("headroom"))
+                    )
+                    for shard in mine
+                )
+                for mine in group.devices
+            ]
+            stacks = found.setdefault(group.module, [])
+            stacks.append(
+                PooledStack(
+                    name=f"pooled {len(stacks)}",
+                    tables=tuple(p.as_table() for p in planned.values()),
+                    slots=tuple(
+                        PooledSlot(
+                            table=shard.table,
+                            device=device,
+                            row=shard.row,
+                            num_rows=shard.num_rows,
+                            column=shard.column,
+                        )
+                        for device, shard in shards
+                    ),
+                    width=group.width,
+                    num_devices=self.num_devices,
+                    cores_per_device=self.cores_per_device,
+                    max_ids=tuple(max_ids),
+                    is_weighted=any(p.is_weighted for p in planned.values()),
+                )
+            )
+        return {module: tuple(stacks) for module, stacks in found.items()}
 
     def stacks_of(self, module: str) -> list[list[str]]:
         """Stacks of a module's row-sharded tables, as `make_layout` takes them."""
@@ -337,6 +407,11 @@ def _lines(plan: SparseCorePlan) -> Iterator[str]:
         f"{cost.sparsecore_ms:.3f}, links {cost.links_ms:.3f}, TensorCore "
         f"{cost.tensorcore_ms:.3f}); row-sharded {base.bound_ms:.3f} ms, bound by {base.bound_by}"
     )
+    if cost.unbounded_ms:
+        yield (
+            f"NOTE: not in it: pooled updates work on buffers of static size, about "
+            f"{cost.unbounded_ms:.1f} ms of TensorCore time by the compiler's estimate"
+        )
     yield ""
     yield from columns(
         ("table", "rows", "dim", "ids", "placement", "MB a step", "runner-up", "MB a step"),
@@ -373,7 +448,7 @@ def _lines(plan: SparseCorePlan) -> Iterator[str]:
         yield ""
         yield (
             f"pooled: {group.num_shards} shards of {group.width} columns, {group.num_slots} "
-            f"{'slot' if group.num_slots == 1 else 'slots'} on each core"
+            f"{'slot' if group.num_slots == 1 else 'slots'} on each device"
         )
 
 

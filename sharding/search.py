@@ -14,16 +14,16 @@ from torchrec.distributed.planner.types import PlannerError, PlannerErrorType
 
 from torchrec_tpu.sharding import cost
 from torchrec_tpu.sharding.cost import (
-    ColumnShard,
     Option,
     PooledGroup,
+    PooledShard,
     Step,
     StepCost,
     TableLoad,
     Way,
     constant,
 )
-from torchrec_tpu.sharding.placements import TablePlacement
+from torchrec_tpu.sharding.placements import PlacementKind, Shard, TablePlacement
 from torchrec_tpu.sharding.plan import AllRows, PlannedStack, PlannedTable, SparseCorePlan, size
 from torchrec_tpu.sharding.topology import Slice, TpuTopology, as_slice
 from torchrec_tpu.sparsecore.capacity import Capacity
@@ -31,8 +31,11 @@ from torchrec_tpu.sparsecore.errors import TorchrecTpuError
 from torchrec_tpu.sparsecore.layout import Layout, round_up
 from torchrec_tpu.sparsecore.stacking import make_layout
 
-WIDTHS: Final = (8, 16, 32, 64, 128, 256)
-"""Columns of a shard that are tried."""
+NUM_WIDTHS: Final = 5
+"""Widths of shards that are tried, each twice the one before."""
+
+ROW_BLOCKS: Final = (2, 4, 8, 16)
+"""Blocks of rows that are tried for tables with many ids a bag, on as many devices in a row."""
 
 STACK_LIMITS_BYTES: Final = (12 << 20, 6 << 20, 2 << 20)
 """Activations of a stack on one core that are tried, from the fewest stacks to the most."""
@@ -45,6 +48,9 @@ HBM_SHARE: Final = 0.97
 
 _NEAR: Final = 1.08
 """Assignments so near the best are as good, and the one that moves least is taken."""
+
+_LITTLE: Final = 0.005
+"""Weight of what does not bind."""
 
 _TRIED: Final = 24
 """Assignments that are priced exactly, the most promising ones."""
@@ -160,6 +166,15 @@ def make_plan(
     )
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Unit:
+    """Shards that go to devices in a row, each with its time and memory."""
+
+    time: float
+    stored: float
+    shards: tuple[PooledShard, ...]
+
+
 class _Search:
     """Options of every table, and assignments made of them."""
 
@@ -174,6 +189,8 @@ class _Search:
     ) -> None:
         self.loads = {load.key: load for load in loads}
         self.step, self.target, self.max_widths = step, target, max_widths
+        # The cores of a device share the columns of a slot, at least 8 each.
+        self.widths = tuple(8 * target.chip.cores_per_device * 2**n for n in range(NUM_WIDTHS))
         if len(self.loads) < len(loads):
             raise PlanError("two tables have one name in one module", PlannerErrorType.OTHER)
         self.options: dict[Key, tuple[Option, ...]] = {}
@@ -211,15 +228,25 @@ class _Search:
             elif not load.can_pool:
                 excluded.append(f"{way}: ids of a sequence are looked up one by one")
             else:
-                for width in WIDTHS:
-                    num_bytes = 4 * round_up(table.num_embeddings, 8) * width
+                cores = target.chip.cores_per_device
+                for width in self.widths:
+                    num_bytes = 4 * round_up(table.num_embeddings, 8) * width // cores
                     if num_bytes > constant("core_table_bytes"):
                         excluded.append(
-                            f"{way} in {width} columns: a shard of {size(num_bytes)}, a SparseCore "
+                            f"{way} in {width} columns: {size(num_bytes)} on one SparseCore, which "
                             f"addresses {size(constant('core_table_bytes'))}"
                         )
-                    elif width == WIDTHS[0] or width < 2 * table.dim:
+                    elif width == self.widths[0] or width < 2 * table.dim:
                         options.append(cost.pooled_option(load, step, target, width))
+                whole = next((width for width in self.widths if width >= table.dim), 0)
+                for blocks in ROW_BLOCKS if whole else ():
+                    num_bytes = 4 * table.num_embeddings * whole // cores // blocks
+                    if (
+                        blocks <= min(target.num_devices, table.num_embeddings)
+                        and num_bytes <= constant("core_table_bytes")
+                        and load.lookups.ids_per_sample >= 2 * blocks
+                    ):
+                        options.append(cost.pooled_option(load, step, target, whole, blocks))
         return tuple(options), tuple(excluded)
 
     # ----------------------------------------------------------------------------- assignments
@@ -259,12 +286,21 @@ class _Search:
         """
         keys = list(self.options)
         widest = max(map(len, self.options.values()))
-        fields = ("links_ms", "sparsecore_ms", "tensorcore_ms", "shard_ms", "hbm_bytes", "width")
+        fields = (
+            "links_ms",
+            "sparsecore_ms",
+            "tensorcore_ms",
+            "shard_ms",
+            "hbm_bytes",
+            "width",
+            "room_ids",
+        )
         table = np.full((len(fields), len(keys), widest), np.inf)
         for row, key in enumerate(keys):
             for column, option in enumerate(self.options[key]):
                 table[:, row, column] = [getattr(option, field) for field in fields]
-        links, sparsecore, tensorcore, shard, hbm, width = table
+        links, sparsecore, tensorcore, shard, hbm, width, room = table
+        room *= 1e3 * constant("pooled_room_seconds")
         every = np.arange(len(keys))
         rows_bound = float(links.min(axis=1).sum() + sparsecore.min(axis=1).sum())
         scored: dict[bytes, tuple[float, npt.NDArray[np.intp]]] = {}
@@ -273,10 +309,11 @@ class _Search:
             pick = weight.argmin(axis=1)
             if not np.isfinite(weight[every, pick]).all():
                 return
-            of = [array[every, pick] for array in (links, sparsecore, tensorcore, shard, hbm)]
+            arrays = links, sparsecore, tensorcore, shard, hbm, room
+            of = [array[every, pick] for array in arrays]
             busiest = of[1].sum() + of[3].max()
-            score = max(of[0].sum(), busiest, of[2].sum()) + 0.02 * float(
-                of[0].sum() + of[1].sum() + of[2].sum()
+            score = max(of[0].sum(), busiest, of[2].sum()) + _LITTLE * float(
+                of[0].sum() + of[1].sum() + of[2].sum() + of[5].max()
             )
             if of[4].sum() > self.target.hbm_bytes:
                 score += 1e6 * of[4].sum() / self.target.hbm_bytes
@@ -285,7 +322,7 @@ class _Search:
         widths = [
             {0.0, *map(float, some)}
             for number in range(1, self.max_widths + 1)
-            for some in itertools.combinations(WIDTHS, number)
+            for some in itertools.combinations(self.widths, number)
         ]
         for some in widths:
             usable = np.isin(width, list(some))
@@ -293,6 +330,7 @@ class _Search:
                 possible = usable & (shard <= cap)
                 for share in (0.9, 0.7, 0.5, 0.3):
                     weight = share * links + (1 - share) * sparsecore + 0.2 * tensorcore
+                    weight += _LITTLE * room
                     consider(np.where(possible, weight, np.inf))
         best = sorted(scored.values(), key=lambda found: found[0])[:_TRIED]
         for pick in (*(pick for _, pick in best), hbm.argmin(axis=1)):
@@ -346,59 +384,62 @@ class _Search:
         return layout, capacities
 
     def _deal(self, chosen: Mapping[Key, Option]) -> tuple[PooledGroup, ...]:
-        """Column shards of each width and optimizer, the same number of slots on every core."""
-        target = self.target
-        num_cores, each = target.num_cores, target.chip.cores_per_device
-        shards: dict[tuple[str, int, str, bool], list[tuple[float, float, ColumnShard]]]
-        shards = defaultdict(list)
+        """Shards of each width and optimizer, the same number of slots on every device."""
+        devices = self.target.num_devices
+        units: dict[tuple[str, int, str, bool], list[_Unit]] = defaultdict(list)
         for key, option in chosen.items():
             if option.way is not Way.POOLED:
                 continue
             load = self.loads[key]
-            rows = load.stored_bytes(load.table.num_embeddings, option.width)
             name = load.module, option.width, load.table.group, load.has_gains
+            block = -(-load.table.num_embeddings // option.num_blocks)
             for start in range(0, load.table.embedding_dim, option.width):
-                shard = ColumnShard(
-                    module=load.module,
-                    table=load.table.name,
-                    column=start,
-                    num_columns=min(option.width, load.table.embedding_dim - start),
+                shards = tuple(
+                    PooledShard(
+                        module=load.module,
+                        table=load.table.name,
+                        row=row,
+                        num_rows=min(block, load.table.num_embeddings - row),
+                        column=start,
+                        num_columns=min(option.width, load.table.embedding_dim - start),
+                    )
+                    for row in range(0, load.table.num_embeddings, block)
                 )
-                shards[name].append((option.shard_ms, rows, shard))
-        # Devices far apart come one after the other, and first cores before second ones.
-        order = np.array(
-            [d * each + core for core in range(each) for d in target.spread(target.num_devices)]
-        )
-        of_device = np.arange(num_cores) // each
-        busy, full = np.zeros(target.num_devices), np.zeros(num_cores)
+                stored = load.stored_bytes(block, option.width)
+                units[name].append(_Unit(time=option.shard_ms, stored=stored, shards=shards))
+        order = np.array(self.target.spread(devices))
+        busy, full = np.zeros(devices), np.zeros(devices)
         groups = []
-        for named in sorted(shards):
-            (module, width, _, has_gains), group = named, shards[named]
-            slots = -(-len(group) // num_cores)
-            taken = np.zeros(num_cores, int)
-            mine: list[list[ColumnShard]] = [[] for _ in range(num_cores)]
-            mean_busy = sum(time for time, _, _ in group) / target.num_devices
-            mean_full = sum(rows for _, rows, _ in group) / num_cores
-            for time, rows, shard in sorted(
-                group, key=lambda item: -item[0] / mean_busy - item[1] / mean_full
+        for named in sorted(units):
+            (module, width, _, has_gains), group = named, units[named]
+            count = sum(len(unit.shards) for unit in group)
+            slots = -(-count // devices)
+            taken = np.zeros(devices, int)
+            mine: list[list[PooledShard]] = [[] for _ in range(devices)]
+            mean_busy = sum(unit.time * len(unit.shards) for unit in group) / devices
+            mean_full = sum(unit.stored * len(unit.shards) for unit in group) / devices
+            for unit in sorted(
+                group,
+                key=lambda u: (-len(u.shards), -u.time / mean_busy - u.stored / mean_full),
             ):
-                filled = (
-                    busy[of_device] / mean_busy
-                    + full / mean_full
-                    + np.where(taken < slots, 0, np.inf)
-                )
-                core = int(order[filled[order].argmin()])
-                mine[core].append(shard)
-                taken[core] += 1
-                busy[of_device[core]] += time
-                full[core] += rows
+                filled = busy / mean_busy + full / mean_full + np.where(taken < slots, 0, np.inf)
+                length = len(unit.shards)
+                if length > 1:  # on devices in a row: the one that is filled most counts
+                    windows = np.lib.stride_tricks.sliding_window_view(filled, length)
+                    filled = np.append(windows.max(axis=1), [np.inf] * (length - 1))
+                first = int(order[filled[order].argmin()])
+                for device, shard in enumerate(unit.shards, start=first):
+                    mine[device].append(shard)
+                    taken[device] += 1
+                    busy[device] += unit.time
+                    full[device] += unit.stored
             groups.append(
                 PooledGroup(
                     module=module,
                     width=width,
-                    rule=self.loads[module, group[0][2].table].rule,
+                    rule=self.loads[module, group[0].shards[0].table].rule,
                     has_gains=has_gains,
-                    cores=tuple(map(tuple, mine)),
+                    devices=tuple(map(tuple, mine)),
                 )
             )
         return tuple(groups)
@@ -419,6 +460,8 @@ class _Search:
             num_embeddings=table.num_embeddings,
             embedding_dim=table.embedding_dim,
             features=table.features,
+            combiner=table.combiner,
+            is_weighted=load.is_weighted,
             rule=load.rule,
             ids_per_sample=load.lookups.ids_per_sample,
             rows_per_step=load.lookups.rows(self.step.global_batch_size),
@@ -440,19 +483,34 @@ class _Search:
             return TablePlacement.row_wise(*shape, world_size=self.target.num_devices)
         if option.way is Way.REPLICATED:
             return TablePlacement.data_parallel(*shape)
-        shards = sorted(
-            (shard.column, shard.num_columns, core // self.target.chip.cores_per_device)
+        found = [
+            Shard(
+                rank=device,
+                row=shard.row,
+                num_rows=shard.num_rows,
+                column=shard.column,
+                num_columns=shard.num_columns,
+            )
             for group in groups
-            for core, mine in enumerate(group.cores)
+            for device, mine in enumerate(group.devices)
             for shard in mine
             if (shard.module, shard.table) == load.key
-        )
+        ]
+        shards = tuple(sorted(found, key=lambda shard: (shard.row, shard.column)))
         if len(shards) == 1:
-            return TablePlacement.table_wise(*shape, rank=shards[0][2])
+            return TablePlacement.table_wise(*shape, rank=shards[0].rank)
+        if option.num_blocks > 1:
+            return TablePlacement(
+                table=table.name,
+                num_embeddings=table.num_embeddings,
+                embedding_dim=table.embedding_dim,
+                kind=PlacementKind.ROW_WISE,
+                shards=shards,
+            )
         return TablePlacement.column_wise(
             *shape,
-            ranks=[device for _, _, device in shards],
-            widths=[width for _, width, _ in shards],
+            ranks=[shard.rank for shard in shards],
+            widths=[shard.num_columns for shard in shards],
         )
 
     def _refusal(self, usable: float) -> PlanError:
@@ -485,7 +543,8 @@ class _Search:
 
 def _objective(found: StepCost) -> float:
     """The bound, and a little of everything, so that what does not bind is not wasted."""
-    return found.bound_ms + 0.02 * (found.sparsecore_ms + found.links_ms + found.tensorcore_ms)
+    everything = found.sparsecore_ms + found.links_ms + found.tensorcore_ms + found.unbounded_ms
+    return found.bound_ms + _LITTLE * everything
 
 
 def _reason(chosen: Option, other: Option | None) -> str:

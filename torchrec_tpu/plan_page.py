@@ -81,7 +81,13 @@ def _cards(plan: SparseCorePlan) -> Iterator[str]:
         "time",
         "A step takes at least",
         _number("bound-ms", cost.bound_ms, f"{cost.bound_ms:.3f} ms"),
-        f"bound by {escape(cost.bound_by)}; published figures, never calibrated",
+        f"bound by {escape(cost.bound_by)}; published figures, never calibrated"
+        + (
+            f"; not in it: {cost.unbounded_ms:.1f} ms of TensorCore time (compiler's estimate) for "
+            "pooled updates on buffers of static size"
+            if cost.unbounded_ms
+            else ""
+        ),
         [("this plan", cost.bound_ms), ("all row-sharded", base.bound_ms)],
         lambda ms: f"{ms:.3f} ms",
     )
@@ -264,7 +270,7 @@ def _layout(plan: SparseCorePlan) -> Iterator[str]:
     for group in plan.groups:
         yield (
             f"<li>pooled, <b>{group.width} columns</b>: {group.num_shards} shards, "
-            f"{group.num_slots} slot{'s' if group.num_slots > 1 else ''} on each SparseCore</li>"
+            f"{group.num_slots} slot{'s' if group.num_slots > 1 else ''} on each device</li>"
         )
 
 

@@ -75,7 +75,7 @@ def assert_every_element_is_placed_once(plan: SparseCorePlan) -> None:
         assert all(0 <= shard.rank < plan.num_devices for shard in shards)
     of_ways = Counter(planned.chosen.way for planned in plan.tables)
     assert sum(len(stack.tables) for stack in plan.stacks) == of_ways[Way.ROWS]
-    in_slots = {s.table for group in plan.groups for core in group.cores for s in core}
+    in_slots = {s.table for group in plan.groups for mine in group.devices for s in mine}
     assert len(in_slots) == of_ways[Way.POOLED]
 
 
@@ -149,15 +149,15 @@ def test_no_assignment_of_all_has_a_bound_much_below_the_one_that_was_found() ->
     assert plan.cost.bound_ms <= 1.08 * min(bounds)
 
 
-def test_every_core_has_as_many_slots_and_no_device_much_more_work() -> None:
+def test_every_device_has_as_many_slots_and_no_device_much_more_work() -> None:
     loads = [
         load_of(f"t{i}", 10_000 + 500 * i, 64, ids=[20.0 + i], samples_per_core=64)
         for i in range(40)
     ]
     plan = make_plan(loads, Step(global_batch_size=1024), TARGET, ways=[Way.POOLED])
     (group,) = plan.groups
-    assert len(group.cores) == 16
-    assert group.num_slots == -(-group.num_shards // 16)
+    assert len(group.devices) == 8
+    assert group.num_slots == -(-group.num_shards // 8)
     work = np.array([device.time_ms["SparseCore: pooled"] for device in plan.cost.devices])
     assert work.max() <= 1.15 * work.mean()
     assert_every_element_is_placed_once(plan)
