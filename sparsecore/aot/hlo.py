@@ -29,6 +29,7 @@ _CALLEES = re.compile(r"(?:calls|to_apply|body|condition|called_computations)=\{
 _BRANCHES = re.compile(r"branch_computations=\{([^}]*)\}")
 _CYCLES = re.compile(r'"estimated_cycles":"(\d+)"')
 _TARGET = re.compile(r'custom_call_target="(\w+)"')  # the call as a whole has no such name
+_RAGGED: Final = "ragged-all-to-all"
 _COLLECTIVE = re.compile(
     r"^(all-reduce|all-gather|reduce-scatter|all-to-all|ragged-all-to-all|collective-permute)"
     r"(-start)?$"
@@ -89,6 +90,28 @@ class Collective:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class Ragged:
+    """An exchange of runs of any length between all devices: of pooled tables.
+
+    Attributes:
+        dtype: of its words.
+        sent_bytes: what one device has room to send.
+        received_bytes: what it has room to receive.
+        is_on_sparsecore: whether SparseCores run it.
+    """
+
+    dtype: str
+    sent_bytes: int
+    received_bytes: int
+    is_on_sparsecore: bool
+
+    @property
+    def capacity_bytes(self) -> int:
+        """What a device can exchange: all send or all receive no more, on average."""
+        return min(self.sent_bytes, self.received_bytes)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class Copy:
     """A copy of one array inside HBM."""
 
@@ -111,7 +134,8 @@ class Schedule:
         num_partitions: as XLA counts; 1 in programs of one device each.
         num_instructions: of the entry.
         calls: SparseCore calls in order.
-        collectives: on the TensorCore, in order.
+        collectives: on the TensorCore, in order; without the ragged.
+        ragged: exchanges of pooled tables, on either core, in order.
         copies: of arrays, in order.
         parameter_bytes: HBM of each argument, with the padding of its layout.
         tc_cycles: estimated cycles of the TensorCore. Collectives count none.
@@ -125,6 +149,7 @@ class Schedule:
     num_instructions: int
     calls: tuple[SparseCoreCall, ...]
     collectives: tuple[Collective, ...]
+    ragged: tuple[Ragged, ...]
     copies: tuple[Copy, ...]
     parameter_bytes: tuple[int, ...]
     tc_cycles: int
@@ -261,8 +286,9 @@ def parse(text: str) -> Schedule:
             for instruction, covered in zip(entry, is_covered, strict=True)
             if not _is_for_sparsecore(instruction)
             for inner in (instruction, *module.reachable(instruction.callees))
-            if (match := _COLLECTIVE.match(inner.opcode))
+            if (match := _COLLECTIVE.match(inner.opcode)) and match[1] != _RAGGED
         ),
+        ragged=tuple(_ragged(module)),
         copies=tuple(
             Copy(name=instruction.name, dtype=dtype, shape=shape)
             for instruction in entry
@@ -364,6 +390,31 @@ def _collective(
         group_size=group_size,
         is_under_sparsecore=is_under_sparsecore,
     )
+
+
+def _ragged(module: _Module) -> Iterator[Ragged]:
+    """In the order of the entry."""
+    types = {
+        instruction.name: instruction.type
+        for computation in module.computations.values()
+        for instruction in computation
+    }
+    for instruction in module.entry:
+        if instruction.opcode.endswith(("-update", "-done")):
+            continue
+        for inner in (instruction, *module.reachable(instruction.callees)):
+            if inner.opcode != _RAGGED:
+                continue
+            operand = re.match(r"%?([\w.\-]+)", inner.operands)
+            assert operand is not None, inner
+            (dtype, received, _), *_ = _arrays(inner.type)
+            (_, sent, _), *_ = _arrays(types[operand[1]])
+            yield Ragged(
+                dtype=dtype,
+                sent_bytes=_unpadded_bytes(dtype, sent),
+                received_bytes=_unpadded_bytes(dtype, received),
+                is_on_sparsecore=_is_for_sparsecore(instruction),
+            )
 
 
 def _parameter_bytes(entry: list[_Instruction]) -> tuple[int, ...]:

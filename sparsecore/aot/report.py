@@ -12,12 +12,13 @@ import math
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass
-from typing import Any, Final
+from typing import Any, Final, Self
 
 from torchrec_tpu.sparsecore.aot import hlo
 from torchrec_tpu.sparsecore.aot.compile import Compiled
-from torchrec_tpu.sparsecore.aot.hlo import Collective, SparseCoreCall
-from torchrec_tpu.sparsecore.aot.program import Program, StackFacts
+from torchrec_tpu.sparsecore.aot.hlo import Collective, Ragged, SparseCoreCall
+from torchrec_tpu.sparsecore.aot.lowering import RAGGED_ALL_TO_ALL
+from torchrec_tpu.sparsecore.aot.program import PooledFacts, Program, StackFacts
 from torchrec_tpu.sparsecore.aot.topology import Topology
 from torchrec_tpu.sparsecore.errors import CompileError
 
@@ -161,6 +162,47 @@ class Roofline:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class Exchange:
+    """What tables can exchange in a step, by the shapes in the compiled text. Bytes of one device.
+
+    Attributes:
+        row_ids: ids of row-sharded tables, with those of lookup and update.
+        rows: their rows, and gradients of rows.
+        pooled_ids: ids of pooled tables.
+        pooled_vectors: their pooled vectors, and gradients of these.
+        total: all of it.
+        pooled: the exchanges of pooled tables, in order.
+    """
+
+    row_ids: int
+    rows: int
+    pooled_ids: int
+    pooled_vectors: int
+    total: int
+    pooled: tuple[Ragged, ...]
+
+    @classmethod
+    def of(cls, schedule: hlo.Schedule, *, cores_per_device: int) -> Self:
+        """From a compiled program."""
+        row_ids, rows = (
+            cores_per_device * sum(getattr(call, name) for call in schedule.embedding_calls)
+            for name in ("exchange_id_bytes", "exchange_row_bytes")
+        )
+        ids, vectors = (
+            sum(r.capacity_bytes for r in schedule.ragged if (r.dtype == "s32") == is_id)
+            for is_id in (True, False)
+        )
+        return cls(
+            row_ids=row_ids,
+            rows=rows,
+            pooled_ids=ids,
+            pooled_vectors=vectors,
+            total=row_ids + rows + ids + vectors,
+            pooled=schedule.ragged,
+        )
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class Report:
     """A step on a slice. Print it, or take its JSON; keys are the attributes' names.
 
@@ -179,10 +221,12 @@ class Report:
         reasons: why it does not fit; empty when it does.
         findings: what is not as it should be in a step that fits, e.g. a table that is copied.
         stacks: tables and limits.
+        pooled: stacks of tables that stay with owners.
         hbm: memory; None when the compiler refused.
         sparsecore: None when the compiler refused, like what follows.
         tensorcore: see there.
-        collectives: exchanges of the TensorCore, in order.
+        exchange: what tables exchange.
+        collectives: of the TensorCore, in order.
         table_copies: copies of something as large as a table or a slot.
         table_copy_bytes: their bytes.
         host_bytes_per_step: what the host sends to its devices: buffers and dense inputs.
@@ -205,9 +249,11 @@ class Report:
     reasons: tuple[str, ...]
     findings: tuple[str, ...]
     stacks: tuple[StackFacts, ...]
+    pooled: tuple[PooledFacts, ...]
     hbm: Hbm | None
     sparsecore: SparseCore | None
     tensorcore: TensorCore | None
+    exchange: Exchange | None
     collectives: tuple[Collective, ...]
     table_copies: int
     table_copy_bytes: int
@@ -305,6 +351,7 @@ def report(
             exchange_id_bytes=sum(call.exchange_id_bytes for call in calls),
         ),
         tensorcore=tensorcore,
+        exchange=Exchange.of(schedule, cores_per_device=program.cores_per_device),
         collectives=schedule.collectives,
         table_copies=len(copies),
         table_copy_bytes=copy_bytes,
@@ -330,6 +377,7 @@ def refused(
         hbm=None,
         sparsecore=None,
         tensorcore=None,
+        exchange=None,
         collectives=(),
         table_copies=0,
         table_copy_bytes=0,
@@ -384,7 +432,7 @@ def roofline(
     one_way = chip.interconnect_bytes_per_second / 2
     links = 2 * len(target.sides)
     across = target.num_chips // max(target.sides)  # links across the middle of the longest side
-    reduced = sum(num_bytes for kind, num_bytes in program.expected.collectives)
+    reduced = sum(n for kind, n in program.expected.collectives if kind == "all_reduce")
     times = {
         "sparsecore_hbm_ms": hbm_bytes / chip.hbm_bytes_per_second,
         "exchange_injection_ms": chip_row_bytes * others / one_way,
@@ -428,6 +476,7 @@ def _head(program: Program, target: Topology, global_batch_size: int | None) -> 
         "global_batch_size": global_batch_size,
         "program": program.key,
         "stacks": program.stacks,
+        "pooled": program.pooled,
         "host_bytes_per_step": sum(a.num_bytes for a in fed)
         * target.num_devices
         // target.num_hosts,
@@ -441,8 +490,9 @@ def _findings(
     num_copies: int,
     copy_bytes: int,
 ) -> Iterator[str]:
-    if schedule.num_replicas != program.num_devices:
-        yield f"runs on {schedule.num_replicas} devices instead of {program.num_devices}"
+    num_devices = schedule.num_replicas * schedule.num_partitions
+    if num_devices != program.num_devices:
+        yield f"runs on {num_devices} devices instead of {program.num_devices}"
     if compiled.memory.alias_bytes < program.expected.alias_bytes:
         yield (
             f"only {_size(compiled.memory.alias_bytes)} of {_size(program.expected.alias_bytes)} "
@@ -453,7 +503,12 @@ def _findings(
     if program.stacks and not schedule.embedding_calls:
         yield "no SparseCore call: tables are looked up by the TensorCore"
     exchanged = sum(collective.num_bytes for collective in schedule.collectives)
-    expected = sum(num_bytes for _, num_bytes in program.expected.collectives)
+    kinds = Counter[str]()
+    for kind, num_bytes in program.expected.collectives:
+        kinds["ragged" if kind == RAGGED_ALL_TO_ALL else "other"] += num_bytes
+    ragged, expected = kinds["ragged"], kinds["other"]
+    if (found := sum(r.received_bytes for r in schedule.ragged)) != ragged:
+        yield f"pooled tables exchange {_size(found)} instead of {_size(ragged)}"
     if exchanged != expected:
         yield (
             f"the TensorCore's collectives exchange {_size(exchanged)} instead of {_size(expected)}"
@@ -489,8 +544,27 @@ def _lines(report: Report) -> Iterator[str]:
             for stack in report.stacks
         ],
     )
+    if report.pooled:
+        yield ""
+        yield from _table(
+            ("pooled stack", "tables", "slots", "rows", "dim", "ids", "blocks", "update"),
+            [
+                (
+                    stack.name,
+                    str(len(stack.tables)),
+                    f"{stack.slots:,}",
+                    f"{stack.rows:,}",
+                    str(stack.dim),
+                    f"{stack.ids:,}",
+                    f"{stack.blocks:,}",
+                    stack.rule or "frozen",
+                )
+                for stack in report.pooled
+            ],
+        )
     hbm, sparsecore, tensorcore = report.hbm, report.sparsecore, report.tensorcore
-    if hbm is None or sparsecore is None or tensorcore is None or report.roofline is None:
+    exchange, line = report.exchange, report.roofline
+    if hbm is None or sparsecore is None or tensorcore is None or not exchange or line is None:
         return
     yield ""
     yield from _table(
@@ -541,6 +615,18 @@ def _lines(report: Report) -> Iterator[str]:
         f"of {tensorcore.dots} matrix products under SparseCore work; "
         f"{tensorcore.flops / 1e9:,.1f} GFLOP"
     )
+    yield ""
+    yield from _table(
+        ("exchanged by tables: room of one device", "bytes"),
+        [
+            ("ids of row-sharded tables", _size(exchange.row_ids)),
+            ("rows and their gradients", _size(exchange.rows)),
+            ("ids of pooled tables", _size(exchange.pooled_ids)),
+            ("pooled vectors and their gradients", _size(exchange.pooled_vectors)),
+            ("in all", _size(exchange.total)),
+        ],
+    )
+    yield ""
     for collective in report.collectives:
         yield (
             f"{collective.kind} of {_size(collective.num_bytes)} among {collective.group_size} "
@@ -549,7 +635,6 @@ def _lines(report: Report) -> Iterator[str]:
     yield f"copies of the size of a table: {report.table_copies}"
     yield f"a host sends {_size(report.host_bytes_per_step)} a step to its devices"
     yield ""
-    line = report.roofline
     yield (
         f"roofline, uncalibrated (rows from {line.traffic}): a step takes at least "
         f"{line.bound_ms:.2f} ms, bound by {line.bound_by}"
