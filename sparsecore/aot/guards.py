@@ -79,11 +79,8 @@ def check(program: Program) -> None:
             for result, value in zip(program.results, results, strict=True)
             if result.kind == "carry" and result.name.endswith(":gradients")
         }
-        gradients |= {
-            f"exchange {index}": call.operands[0]
-            for index, call in enumerate(calls)
-            if _target(call) == lowering.RAGGED_ALL_TO_ALL
-        }
+        exchanges = [call for call in calls if _target(call) == lowering.RAGGED_ALL_TO_ALL]
+        gradients |= {f"exchange {i}": call.operands[0] for i, call in enumerate(exchanges)}
         zeros = _Zeros(mlir)
         if dead := [name for name, value in gradients.items() if zeros.is_zero(value)]:
             raise ProgramError(

@@ -90,9 +90,7 @@ class PooledStack:
         if self.width < 1 or self.width % (8 * self.cores_per_device):
             return f"width={self.width} is not 8 columns, or a multiple, for each core of a device"
         if len(self.max_ids) != self.num_devices or min(self.max_ids) < 0:
-            return (
-                f"max_ids={self.max_ids} must be >= 0, one for each of {self.num_devices} devices"
-            )
+            return f"max_ids={self.max_ids} must be {self.num_devices} numbers >= 0, one a device"
         if not self.slots:
             return "no slots"
         names = {table.name: table for table in self.tables}

@@ -1,7 +1,7 @@
 """A DLRM whose traced program runs beside its own training on the CPU, from the same weights."""
 
 import copy
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -22,6 +22,7 @@ from torchrec_tpu.placement import Placement
 from torchrec_tpu.sharding.embeddings import collections_in
 from torchrec_tpu.sharding.swap import swap_embeddings
 from torchrec_tpu.sparsecore.aot.pipeline import Driver, Execute
+from torchrec_tpu.sparsecore.aot.pooled import PooledStack
 from torchrec_tpu.sparsecore.aot.program import Mode, Program
 from torchrec_tpu.sparsecore.layout import Layout
 from torchrec_tpu.sparsecore.optimizers import OptimizerSpec, adagrad
@@ -194,17 +195,29 @@ class Twin:
         num_devices: int,
         num_steps: int,
         model: nn.Module | None = None,
+        pooled: Callable[[Layout, int], Sequence[PooledStack]] | None = None,
     ) -> None:
+        """With `pooled`, some tables of the model's first collection stay with owners."""
         self.model = model or Dlrm()
         self._learning_rate = optimizer.lr
         swap_embeddings(self.model, optimizer=optimizer)
         self.num_devices = num_devices
         self.steps = list(batches(num_devices, num_steps=num_steps))
+        self.pooled: dict[str, tuple[PooledStack, ...]] = {}
+        if pooled:
+            fqn, collection = next(iter(collections_in(self.model)))
+            self.pooled = aot.fit_pooled(
+                self.model,
+                [batch for step in self.steps for batch in step],
+                {fqn: pooled(collection.layout, num_devices)},
+                batch_size=BATCH_SIZE,
+            )
         self.layouts = aot.layouts(
             self.model,
             num_devices=num_devices,
             cores_per_device=CORES_PER_DEVICE,
             batch_size=BATCH_SIZE,
+            pooled=self.pooled,
         )
 
     def program(self, mode: Mode = "exact") -> Program:
@@ -220,6 +233,7 @@ class Twin:
             layouts=self.layouts,
             mode=mode,
             sequence_ids=SEQUENCE_IDS if self._has_sequences else None,
+            pooled=self.pooled,
         )
 
     def _set_learning_rate(self, model: nn.Module, step: int) -> None:
@@ -241,6 +255,7 @@ class Twin:
             dense_optimizer=DENSE_OPTIMIZER,
             batch_size=BATCH_SIZE,
             sequence_ids=SEQUENCE_IDS if self._has_sequences else None,
+            pooled=self.pooled,
         )
 
     def train(self, mode: Mode = "exact") -> Run:
