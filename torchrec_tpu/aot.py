@@ -21,9 +21,7 @@ from torchrec.sparse.jagged_tensor import KeyedJaggedTensor
 from torchrec_tpu.api import has_keys, kjts_in
 from torchrec_tpu.datasets.synthetic import MultiHot, Synthetic
 from torchrec_tpu.recipes import RECIPES, Recipe, capped, dlrm_v2_mlperf
-from torchrec_tpu.sharding.cost import Way
 from torchrec_tpu.sharding.embeddings import SparseCoreCollection, collections_in
-from torchrec_tpu.sharding.plan import SparseCorePlan
 from torchrec_tpu.sharding.swap import swap_embeddings
 from torchrec_tpu.sparsecore.aot.compile import DEADLINE_SECONDS, compile_program
 from torchrec_tpu.sparsecore.aot.pooled import PooledStack
@@ -385,7 +383,6 @@ def compile_recipe(
     global_batch_size: int,
     mode: Mode = "exact",
     headroom: float = 0.25,
-    plan: SparseCorePlan | None = None,
     deadline_seconds: float = DEADLINE_SECONDS,
     keep: bool = True,
 ) -> Report:
@@ -400,13 +397,11 @@ def compile_recipe(
         global_batch_size: samples of all devices.
         mode: see `trace`.
         headroom: what to add to the limits for batches to come, as a fraction.
-        plan: where tables are; row-sharded when None. Its pooled tables need mode "exact".
         deadline_seconds: as of `compile_for`, like what follows.
         keep: whether to use and keep results on disk.
 
     Raises:
-        ProgramError: the batch does not divide by the devices, the plan is for something else; or
-            as `trace`.
+        ProgramError: the batch does not divide by the devices; or as `trace`.
         TopologyError, DependencyError, CompileError: as `compile_for`.
     """
     target = topology(target) if isinstance(target, str) else target
@@ -414,21 +409,8 @@ def compile_recipe(
     batch_size = _per_device(global_batch_size, num_devices)
     model = recipe_model(recipe)
     batches = recipe_batches(recipe, batch_size=batch_size)
-    pooled: Mapping[str, Sequence[PooledStack]] = {}
-    if plan is not None:
-        _check_plan(plan, model, target, global_batch_size)
-        pooled = fit_pooled(
-            model, batches, plan.pooled_stacks(), batch_size=batch_size, headroom=headroom
-        )
     of_slice = layouts(
-        model,
-        num_devices=num_devices,
-        cores_per_device=cores_per_device,
-        batch_size=batch_size,
-        stacks="auto"
-        if plan is None
-        else {fqn: plan.stacks_of(fqn) for fqn, _ in collections_in(model)},
-        pooled=pooled,
+        model, num_devices=num_devices, cores_per_device=cores_per_device, batch_size=batch_size
     )
     capacities = fit_capacities(model, batches, of_slice, headroom=headroom)
 
@@ -442,7 +424,6 @@ def compile_recipe(
             capacities=capacities,
             mode=mode,
             layouts=of_slice,
-            pooled=pooled,
         )
 
     program = traced()
@@ -468,33 +449,6 @@ def compile_recipe(
     )
 
 
-def _check_plan(
-    plan: SparseCorePlan, model: nn.Module, target: Topology, global_batch_size: int
-) -> None:
-    """Refuses a plan for another slice, batch or model, or with ways that programs do not know."""
-    for what, of_plan, wanted in (
-        ("topology", plan.topology, target.name),
-        ("global batch", plan.global_batch_size, global_batch_size),
-    ):
-        if of_plan != wanted:
-            raise ProgramError(f"the plan is for {what} {of_plan}, not {wanted}: plan again")
-    planned = {
-        (p.module, p.table): (p.num_embeddings, p.embedding_dim, p.features) for p in plan.tables
-    }
-    found = {
-        (fqn, table.name): (table.num_embeddings, table.embedding_dim, table.features)
-        for fqn, collection in collections_in(model)
-        for table in collection.layout.tables
-    }
-    if other := sorted(key for key in planned | found if planned.get(key) != found.get(key)):
-        raise ProgramError(f"plan and model differ in tables {other}: plan again for this model")
-    if replicas := [p.table for p in plan.tables if p.chosen.way is Way.REPLICATED]:
-        raise ProgramError(
-            f"the plan replicates tables {replicas}, which compiled programs do not; plan again "
-            f"with the ways {[Way.ROWS.value, Way.POOLED.value]}"
-        )
-
-
 def measure_traffic(
     model: nn.Module, batches: Iterable[object], layouts: Mapping[str, Layout]
 ) -> dict[tuple[str, str], Traffic]:
@@ -511,8 +465,6 @@ def measure_traffic(
     for batch in batches:
         for fqn, kjt in _features(batch, collections):
             layout = layouts[fqn]
-            if not layout.stacks:
-                continue
             preprocessor = collections[fqn].preprocessor(layout)
             stats = preprocessor.measure(**collections[fqn].arrays(kjt))
             for index, stack in enumerate(layout.stacks):
@@ -551,12 +503,6 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         action="store_true",
         help="SparseCores and TensorCore work at once; lookups are one update behind",
     )
-    parser.add_argument(
-        "--plan",
-        type=Path,
-        metavar="FILE",
-        help="where tables are, from `torchrec-tpu plan --json`",
-    )
     parser.add_argument("--max-rows", type=_positive, metavar="N", help="no table longer than this")
     parser.add_argument(
         "--headroom",
@@ -585,7 +531,6 @@ def command(args: argparse.Namespace) -> int:
         recipe = capped(recipe, max_rows=args.max_rows)
     try:
         target = topology(args.topology)
-        plan = None if args.plan is None else SparseCorePlan.load(args.plan)
         print("tracing and compiling, which may take minutes; the result is kept", file=sys.stderr)
         found = compile_recipe(
             recipe,
@@ -593,10 +538,9 @@ def command(args: argparse.Namespace) -> int:
             global_batch_size=args.global_batch,
             mode="pipelined" if args.pipelined else "exact",
             headroom=args.headroom,
-            plan=plan,
             deadline_seconds=args.deadline,
         )
-    except (TorchrecTpuError, OSError, ValueError) as error:
+    except TorchrecTpuError as error:
         print(f"error: {error}", file=sys.stderr)
         return 2
     print(found)
