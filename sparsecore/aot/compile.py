@@ -27,7 +27,7 @@ from importlib import metadata
 from pathlib import Path
 from typing import Any, Final
 
-from torchrec_tpu.sparsecore.aot import adapter
+from torchrec_tpu.sparsecore.aot import adapter, lowering
 from torchrec_tpu.sparsecore.aot.program import Program, StackFacts
 from torchrec_tpu.sparsecore.aot.topology import Topology, topology
 from torchrec_tpu.sparsecore.errors import (
@@ -50,6 +50,9 @@ DEADLINE_SECONDS: Final = 1800.0
 
 _FORMAT: Final = 3  # of a kept result
 _TAIL_LINES: Final = 12
+_RAGGED_ON_SPARSECORE: Final = "xla_tpu_enable_sparse_core_collective_offload_ragged_all_to_all"
+"""Option of libtpu: on by default for tpu7x, off for v6e and v5p."""
+
 _POLL_SECONDS: Final = 0.02
 
 
@@ -149,7 +152,7 @@ def compile_stablehlo(
     deadline_seconds: float = DEADLINE_SECONDS,
     keep: bool = True,
 ) -> Compiled:
-    """Compiles StableHLO for every device of a slice: one replica each, one partition.
+    """Compiles StableHLO for every device of a slice: one replica each, or one partition.
 
     Args:
         text: of one module, for one device.
@@ -172,6 +175,8 @@ def compile_stablehlo(
     target = topology(target) if isinstance(target, str) else target
     adapter.require("jax", "jaxlib", "libtpu")
     libtpu = metadata.version("libtpu")
+    if lowering.RAGGED_ALL_TO_ALL in text:
+        options = {_RAGGED_ON_SPARSECORE: True, **(options or {})}
     options = dict(sorted((options or {}).items()))
     key = hashlib.sha256(
         json.dumps(

@@ -22,7 +22,7 @@ from torchrec_tpu.sparsecore.aot.program import PooledFacts, Program, StackFacts
 from torchrec_tpu.sparsecore.aot.topology import Topology
 from torchrec_tpu.sparsecore.errors import CompileError
 
-FORMAT: Final = 1
+FORMAT: Final = 2
 """Version of the JSON form."""
 
 ASSUMPTIONS: Final = (
@@ -31,6 +31,9 @@ ASSUMPTIONS: Final = (
     "then read once an id; activations are written once",
     "update: gradients are read once an id, summed per row, sent, received and merged (4 passes); "
     "table and row-wide slots are read and written once a row",
+    "pooled tables: ids travel once and vectors both ways, all that there is room for; a device's "
+    "ids are read and their rows copied twice on the way to a sample, in lookup, in the sum of "
+    "gradients, and in reading and writing table and slots (3 passes each)",
     "rows travel both ways between all chips alike; a slice has no wrap-around links",
     "exchange and all-reduce overlap with everything; none of the SparseCore's own instruction or "
     "transfer rates is known",
@@ -134,7 +137,8 @@ class Roofline:
         rows: of all stacks, see `Traffic`.
         ids: of all stacks.
         sparsecore_hbm_bytes: of one device.
-        exchange_bytes: rows that a chip sends to others in a step, both passes.
+        exchange_bytes: what a chip sends to others in a step: rows, both passes, and ids and
+            vectors of pooled tables.
         sparsecore_hbm_ms: HBM time of lookup and update.
         exchange_injection_ms: exchange, bound by a chip's links.
         exchange_bisection_ms: exchange, bound by the links across the middle of the slice.
@@ -427,8 +431,16 @@ def roofline(
             passes = 2
             slots = num_row_slots["/".join(filter(None, key))]
             hbm_bytes += width * (ids + 4 * rows + 2 * (1 + slots) * rows)
+    moved_bytes = passes * row_bytes  # that a device sends
+    for pooled in program.pooled:
+        trained = pooled.rule is not None
+        name = "/".join(filter(None, (pooled.collection, pooled.name)))
+        arrays = 1 + (1 + 2 * (1 + num_row_slots[name]) if trained else 0)
+        width = 4 * pooled.dim * program.cores_per_device
+        hbm_bytes += width * 3 * arrays * pooled.ids + (1 + trained) * 2 * pooled.block_bytes
+        moved_bytes += pooled.id_bytes + (1 + trained) * pooled.block_bytes
     others = 1 - 1 / target.num_chips
-    chip_row_bytes = passes * row_bytes * chip.devices_per_chip
+    chip_row_bytes = moved_bytes * chip.devices_per_chip
     one_way = chip.interconnect_bytes_per_second / 2
     links = 2 * len(target.sides)
     across = target.num_chips // max(target.sides)  # links across the middle of the longest side

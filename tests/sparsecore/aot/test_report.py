@@ -192,12 +192,12 @@ def test_the_keys_of_the_json_are_fixed(made: Report) -> None:
     """Others read it: a key that changes needs a new Report.format."""
     document = json.loads(made.to_json())
     assert document == json.loads(json.dumps(asdict(made)))
-    assert document["format"] == 1
+    assert document["format"] == 2
     assert list(document) == [
         "format", "topology", "chip", "num_chips", "num_devices", "num_hosts", "cores_per_device",
-        "mode", "global_batch_size", "program", "fits", "reasons", "findings", "stacks", "hbm",
-        "sparsecore", "tensorcore", "collectives", "table_copies", "table_copy_bytes",
-        "host_bytes_per_step", "roofline", "libtpu", "compile_seconds",
+        "mode", "global_batch_size", "program", "fits", "reasons", "findings", "stacks", "pooled",
+        "hbm", "sparsecore", "tensorcore", "exchange", "collectives", "table_copies",
+        "table_copy_bytes", "host_bytes_per_step", "roofline", "libtpu", "compile_seconds",
     ]  # fmt: skip
     assert list(document["hbm"]) == [
         "arguments", "alias", "new_outputs", "sparsecore_stacks", "tensorcore_temporaries", "code",
@@ -210,6 +210,9 @@ def test_the_keys_of_the_json_are_fixed(made: Report) -> None:
     assert list(document["tensorcore"]) == [
         "flops", "cycles", "cycles_under_sparsecore", "share_under_sparsecore", "dots",
         "dots_under_sparsecore",
+    ]  # fmt: skip
+    assert list(document["exchange"]) == [
+        "row_ids", "rows", "pooled_ids", "pooled_vectors", "total", "pooled",
     ]  # fmt: skip
 
 
