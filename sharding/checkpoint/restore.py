@@ -9,7 +9,9 @@ from typing import Any, Final
 
 import torch
 from torch import Tensor
-from torch.distributed.checkpoint.metadata import Metadata
+from torch.distributed._shard.sharded_tensor.api import ShardedTensor
+from torch.distributed.checkpoint.metadata import Metadata, TensorStorageMetadata
+from torch.distributed.tensor import DTensor
 from torchrec.optim.keyed import KeyedOptimizer
 
 from torchrec_tpu.sharding.checkpoint.contents import Contents, dtype_of, some
@@ -42,9 +44,14 @@ class Restoration:
     extra: dict[str, Any] = field(default_factory=dict)
     _states: list[tuple[Optimized, dict[str, Any]]] = field(default_factory=list)
     _settings: list[tuple[Optimized, dict[str, Any]]] = field(default_factory=list)
+    _means: list[tuple[Tensor, list[tuple[float, Tensor]]]] = field(default_factory=list)
 
     def finish(self) -> None:
-        """Sets what is not memory of its own: new optimizer state, settings."""
+        """Sets what is not read in place: means, new optimizer state, settings."""
+        for target, parts in self._means:
+            target.zero_()
+            for weight, part in parts:
+                target.add_(part, alpha=weight)
         for entry, state in self._states:
             if entry.state:
                 dict.update(entry.optimizer.state[entry.parameter], state)
@@ -98,7 +105,10 @@ def plan_restoration(
         _check_tables(root, tables, saved_tables)
     if parameters:
         _check_rules(root, tables, saved_tables)
-        _match_optimizers(result, contents, metadata, root, parameters, read_objects)
+        columns = {
+            name: _Columns.of(tensors[name], root + name, contents, metadata) for name in tables
+        }
+        _match_optimizers(result, contents, metadata, root, parameters, columns, read_objects)
     return result
 
 
@@ -111,6 +121,69 @@ def _request(result: Restoration, contents: Contents, key: str, name: str, value
     for block in blocks_of(value):
         if block.tensor.numel():
             result.requests.extend(stored.requests(block.offsets, block.tensor))
+
+
+def _request_rowwise(
+    result: Restoration, contents: Contents, key: str, name: str, value: Tensor, columns: _Columns
+) -> None:
+    """State of one number per row, the mean over the columns of a shard.
+
+    A table that is divided by columns has one for each block of columns, end to end. The new mean
+    over some columns is that of the old ones, by how many columns each stands for: exact when
+    blocks are joined, the best guess when they are cut.
+    """
+    stored = contents.tensors[key]
+    num_rows = columns.num_rows
+    if (value.size(0), stored.size[0]) != (
+        len(columns.here) * num_rows,
+        len(columns.there) * num_rows,
+    ):
+        raise CheckpointMismatchError(
+            f"{name!r} is {_shape(value.size())} here and {_shape(stored.size)} in the checkpoint, "
+            f"for {num_rows:,} rows in {len(columns.here)} and {len(columns.there)} blocks of "
+            "columns"
+        )
+    for block in blocks_of(value):
+        target = block.tensor.view(-1)
+        piece, row = divmod(block.offsets[0], num_rows)
+        start, stop = columns.here[piece]
+        parts = []
+        for index, (low, high) in enumerate(columns.there):
+            if (shared := min(stop, high) - max(start, low)) > 0 and len(target):
+                parts.append((shared / (stop - start), index * num_rows + row))
+        if len(parts) == 1:
+            result.requests.extend(stored.requests((parts[0][1],), target))
+            continue
+        weighted = [(weight, torch.empty_like(target)) for weight, _ in parts]
+        result._means.append((target, weighted))
+        for (_, offset), (_, memory) in zip(parts, weighted, strict=True):
+            result.requests.extend(stored.requests((offset,), memory))
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Columns:
+    """How a table's columns are divided: (first, past the last) of each block."""
+
+    num_rows: int
+    here: list[tuple[int, int]]
+    there: list[tuple[int, int]]
+
+    @classmethod
+    def of(cls, weight: Tensor, key: str, contents: Contents, metadata: Metadata) -> _Columns:
+        """Those of a weight of the model, and of its like in the checkpoint."""
+        here = [(0, weight.size(1))]
+        if isinstance(weight, ShardedTensor):
+            shards = weight.metadata().shards_metadata
+            starts_and_widths = {(s.shard_offsets[1], s.shard_sizes[1]) for s in shards}
+            here = sorted((start, start + width) for start, width in starts_and_widths)
+        elif isinstance(weight, DTensor):
+            blocks = blocks_of(weight)
+            here = sorted({(b.offsets[1], b.offsets[1] + b.tensor.size(1)) for b in blocks})
+        there = [(0, weight.size(1))]
+        stored = metadata.state_dict_metadata.get(key)
+        if contents.tensors[key].key == key and isinstance(stored, TensorStorageMetadata):
+            there = sorted({(c.offsets[1], c.offsets[1] + c.sizes[1]) for c in stored.chunks})
+        return cls(num_rows=weight.size(0), here=here, there=there)
 
 
 def _check_unused(contents: Contents, root: str, tensors: Mapping[str, Tensor]) -> None:
@@ -163,6 +236,7 @@ def _match_optimizers(
     metadata: Metadata,
     root: str,
     parameters: Mapping[str, Optimized],
+    columns: Mapping[str, _Columns],
     read_objects: Callable[[Sequence[str]], Mapping[str, Any]],
 ) -> None:
     states, groups = _optimizer_names(contents, root, parameters)
@@ -171,7 +245,7 @@ def _match_optimizers(
         + list(groups.values())
     )
     for name, entry in parameters.items():
-        _match_state(result, contents, metadata, name, entry, states[name], objects)
+        _match_state(result, contents, metadata, name, entry, states[name], objects, columns)
     settings: dict[tuple[int, str], tuple[str, Any]] = {}
     for name, key in groups.items():
         entry, saved = parameters[name], dict(objects[key])
@@ -243,6 +317,7 @@ def _match_state(
     entry: Optimized,
     stored: Mapping[str, str],
     objects: Mapping[str, Any],
+    columns: Mapping[str, _Columns],
 ) -> None:
     here = entry.state
     by_slot = {_slot(state, entry.table): key for state, key in stored.items()}
@@ -271,7 +346,11 @@ def _match_state(
             continue
         key = stored.get(state) or by_slot[_slot(state, entry.table)]
         if isinstance(value, Tensor) and key in contents.tensors:
-            _request(result, contents, key, f"{name}: {state}", value)
+            label = f"{name}: {state}"
+            if entry.table is not None and _is_rowwise(value):
+                _request_rowwise(result, contents, key, label, value, columns[name])
+            else:
+                _request(result, contents, key, label, value)
         elif key in objects:
             new[state] = objects[key]
         else:
@@ -285,6 +364,10 @@ def _match_state(
                 new[local] = _allocate(result, contents, metadata, key, local, entry.parameter)
     if new:
         result._states.append((entry, new))
+
+
+def _is_rowwise(state: Tensor) -> bool:
+    return state.dim() == 1 or (state.dim() == 2 and state.size(1) == 1)
 
 
 def _allocate(

@@ -21,6 +21,7 @@ from torchrec.optim.keyed import CombinedOptimizer, KeyedOptimizer
 
 from torchrec_tpu.sharding.checkpoint.storage import blocks_of
 from torchrec_tpu.sharding.optimizer import FusedEmbeddingOptimizer
+from torchrec_tpu.sharding.sharded_optimizer import ShardedEmbeddingOptimizer
 from torchrec_tpu.sparsecore.errors import CheckpointError
 
 Optimizers = torch.optim.Optimizer | Sequence[torch.optim.Optimizer]
@@ -117,7 +118,7 @@ def tables_of(model: nn.Module, state: Mapping[str, Any]) -> dict[str, TableFact
                 features[key] = tuple(config.feature_names)
         if isinstance(module, FusedOptimizerModule):
             optimizer = module.fused_optimizer
-            if isinstance(optimizer, FusedEmbeddingOptimizer):
+            if isinstance(optimizer, FusedEmbeddingOptimizer | ShardedEmbeddingOptimizer):
                 for key in optimizer.params:
                     table = table_name(key)
                     if table is not None:

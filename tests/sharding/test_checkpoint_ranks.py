@@ -23,6 +23,7 @@ from torchrec.distributed.embeddingbag import EmbeddingBagCollectionSharder
 from torchrec.distributed.sharding_plan import (
     column_wise,
     construct_module_sharding_plan,
+    data_parallel,
     row_wise,
     table_wise,
 )
@@ -33,13 +34,20 @@ from torchrec.optim.optimizers import in_backward_optimizer_filter
 from twin import assert_same_bits, bag_configs, pooled, random_kjt, snapshot
 from world import World, run_world
 
+import torchrec_tpu
 from torchrec_tpu import latest_checkpoint, load_checkpoint, save_checkpoint
 from torchrec_tpu.sharding.checkpoint import files, storage
 from torchrec_tpu.sparsecore.errors import (
     CheckpointError,
     DamagedCheckpointError,
 )
-from torchrec_tpu.sparsecore.optimizers import adagrad, rowwise_adagrad, sgd
+from torchrec_tpu.sparsecore.optimizers import (
+    OptimizerSpec,
+    adagrad,
+    adam,
+    rowwise_adagrad,
+    sgd,
+)
 
 PLANS: Mapping[str, Mapping[str, Any]] = {
     "table-wise": {
@@ -52,6 +60,14 @@ PLANS: Mapping[str, Mapping[str, Any]] = {
         "users": row_wise(),
         "goods": column_wise(size_per_rank=[8, 4]),
         "tags": table_wise(rank=1),
+    },
+}
+OURS: Mapping[str, Mapping[str, Any]] = {
+    **PLANS,
+    "with replicas": {
+        "users": column_wise(size_per_rank=[1, 3]),
+        "goods": row_wise(),
+        "tags": data_parallel(),
     },
 }
 STOCK = {
@@ -103,14 +119,45 @@ def stock(plan: str, optimizer: str, world_size: int, seed: int, width: int = 3)
     return dmp, dense
 
 
-def step(dmp: Any, dense: Any, seed: int) -> None:
+def ours(
+    plan: str, spec: OptimizerSpec, world_size: int, seed: int, **options: Any
+) -> tuple[Any, KeyedOptimizerWrapper]:
+    """DMP with our sharders, and the optimizer of its dense part."""
+    torch.manual_seed(seed)
+    collection = EmbeddingBagCollection(bag_configs())
+    sharders = torchrec_tpu.sharders(optimizer=spec, **options)
+    (sharder,) = [s for s in sharders if s.module_type is EmbeddingBagCollection]
+    module_plan = construct_module_sharding_plan(
+        collection,
+        dict(OURS[plan]),
+        sharder,
+        local_size=world_size,
+        world_size=world_size,
+        device_type="cpu",
+    )
+    dmp = DistributedModelParallel(
+        Model(collection),
+        device=torch.device("cpu"),
+        plan=ShardingPlan({"tables": module_plan}),
+        sharders=sharders,
+        data_parallel_wrapper=torchrec_tpu.DataParallel(),
+    )
+    dense = KeyedOptimizerWrapper(
+        dict(in_backward_optimizer_filter(dmp.named_parameters())),
+        lambda parameters: torch.optim.Adam(parameters, lr=0.05),
+    )
+    return dmp, dense
+
+
+def train_step(dmp: Any, dense: Any, seed: int) -> None:
     dense.zero_grad()
     dmp(random_kjt(seed)).square().mean().backward()
     dense.step()
 
 
-def single(optimizer: str) -> tuple[Model, torch.optim.Optimizer]:
-    model = Model(pooled(optimizer=STOCK[optimizer][1]))
+def single(optimizer: str, **options: Any) -> tuple[Model, torch.optim.Optimizer]:
+    spec = STOCK[optimizer][1] if optimizer in STOCK else adam(lr=0.1)
+    model = Model(pooled(optimizer=spec, **options))
     return model, torch.optim.Adam(model.over.parameters(), lr=0.05)
 
 
@@ -134,14 +181,14 @@ def go_anywhere(rank: int, world_size: int, folder: str) -> None:
         root = Path(folder) / optimizer
         first, first_dense = stock("table-wise", optimizer, world_size, seed=1)
         for seed in range(2):
-            step(first, first_dense, 2 * seed + rank)
+            train_step(first, first_dense, 2 * seed + rank)
         both = CombinedOptimizer([first.fused_optimizer, first_dense])
         rng = torch.get_rng_state()
         save_checkpoint(root, first, step=1, optimizers=both, rank_state={"rank": rank}, keep=9)
         names = ["row-wise", "mixed"] if optimizer != "rowwise_adagrad" else ["row-wise"]
         for number, plan in enumerate(names):
             dmp, dense = stock(plan, optimizer, world_size, seed=50 + number)
-            step(dmp, dense, 7)  # it has values and state of its own
+            train_step(dmp, dense, 7)  # it has values and state of its own
             torch.manual_seed(rank + 5)
             restored = load_checkpoint(root, dmp, optimizers=dense, rng=True)
             assert torch.equal(torch.get_rng_state(), rng)
@@ -153,8 +200,8 @@ def go_anywhere(rank: int, world_size: int, folder: str) -> None:
                 assert all(isinstance(value, ShardedTensor) for value in state.values())
             rng = torch.get_rng_state()
         # and on: the same step from the first and the last gives the same
-        step(dmp, dense, 11)
-        step(first, first_dense, 11)
+        train_step(dmp, dense, 11)
+        train_step(first, first_dense, 11)
         save_checkpoint(root, dmp, step=10, optimizers=dense, keep=9)
         save_checkpoint(root, first, step=11, optimizers=first_dense, keep=9)
 
@@ -162,7 +209,7 @@ def go_anywhere(rank: int, world_size: int, folder: str) -> None:
 def one_writer_a_value(rank: int, world_size: int, folder: str) -> None:
     """Replicas are written once, by whichever rank has less to write; shards by their owners."""
     dmp, dense = stock("table-wise", "adagrad", world_size, seed=1)
-    step(dmp, dense, rank)
+    train_step(dmp, dense, rank)
     path = save_checkpoint(folder, dmp, step=1, optimizers=dense)
     index = storage.Reader(path).read_metadata()
     for stored in index.state_dict_metadata.values():
@@ -182,7 +229,7 @@ def one_writer_a_value(rank: int, world_size: int, folder: str) -> None:
 
 def one_rank_fails(rank: int, world_size: int, folder: str) -> None:
     dmp, dense = stock("row-wise", "adagrad", world_size, seed=1)
-    step(dmp, dense, rank)
+    train_step(dmp, dense, rank)
     save_checkpoint(folder, dmp, step=1, optimizers=dense)
 
     _, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
@@ -326,7 +373,7 @@ def test_two_ranks(tmp_path: Path) -> None:
 def test_one_process_to_two_ranks(tmp_path: Path) -> None:
     model, dense = single("adagrad")
     for seed in range(2):
-        step(model, dense, seed)
+        train_step(model, dense, seed)
     save_checkpoint(tmp_path, model, step=1, optimizers=dense)
     run_world(load_and_save, 2, str(tmp_path), deadline=120)
     again, again_dense = single("adagrad")
@@ -338,6 +385,74 @@ def load_and_save(rank: int, world_size: int, folder: str) -> None:
     dmp, dense = stock("mixed", "adagrad", world_size, seed=3)
     load_checkpoint(folder, dmp, optimizers=dense)
     save_checkpoint(folder, dmp, step=2, optimizers=dense)
+
+
+def through_ours(rank: int, world_size: int, folder: str, step: int, plans: list[str]) -> None:
+    """Loads and saves in one plan of our sharders after another, with every optimizer."""
+    for optimizer in (*STOCK, "adam"):
+        spec = STOCK[optimizer][1] if optimizer in STOCK else adam(lr=0.1)
+        for number, plan in enumerate(plans):
+            dmp, dense = ours(plan, spec, world_size, seed=50 + number)
+            train_step(dmp, dense, 7 + rank)  # it has values and state of its own
+            load_checkpoint(f"{folder}/{optimizer}", dmp, optimizers=dense)
+            save_checkpoint(
+                f"{folder}/{optimizer}", dmp, step=step + number, optimizers=dense, keep=99
+            )
+        if optimizer in STOCK:  # TorchRec's own shards read what ours have saved
+            for number, plan in enumerate(PLANS):
+                if world_size == 2 and not (plan == "mixed" and optimizer == "rowwise_adagrad"):
+                    dmp, dense = stock(plan, optimizer, world_size, seed=60 + number)
+                    load_checkpoint(f"{folder}/{optimizer}", dmp, optimizers=dense)
+                    save_checkpoint(
+                        f"{folder}/{optimizer}",
+                        dmp,
+                        step=step + 10 + number,
+                        optimizers=dense,
+                        keep=99,
+                    )
+
+
+def saved_by_one(folder: Path) -> dict[str, dict[str, Tensor]]:
+    """A checkpoint of one process for each optimizer, and what it holds."""
+    values = {}
+    for optimizer in (*STOCK, "adam"):
+        model, dense = single(optimizer)
+        for seed in range(2):
+            train_step(model, dense, seed)
+        save_checkpoint(folder / optimizer, model, step=1, optimizers=dense)
+        values[optimizer] = everything(model, dense)
+    return values
+
+
+def assert_all_steps_are(folder: Path, values: Mapping[str, dict[str, Tensor]], count: int) -> None:
+    for optimizer, expected in values.items():
+        steps = [checkpoint.step for checkpoint in files.published(folder / optimizer)]
+        assert len(steps) >= count
+        for number in steps:
+            model, dense = single(optimizer, num_devices=2 + number % 3, stacks="none")
+            load_checkpoint(folder / optimizer, model, step=number, optimizers=dense)
+            found = everything(model, dense)
+            if optimizer != "rowwise_adagrad":
+                assert_same_bits(expected, found)
+                continue
+            assert expected.keys() == found.keys()
+            for name, value in expected.items():  # a mean of means is rounded
+                torch.testing.assert_close(found[name], value, rtol=1e-6, atol=0, msg=name)
+
+
+def test_ours_on_two_ranks(tmp_path: Path) -> None:
+    values = saved_by_one(tmp_path)
+    run_world(through_ours, 2, str(tmp_path), 2, list(OURS), deadline=280)
+    assert_all_steps_are(tmp_path, values, count=1 + len(OURS))
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(1200)
+def test_one_to_four_to_eight_to_one(tmp_path: Path) -> None:
+    values = saved_by_one(tmp_path)
+    run_world(through_ours, 4, str(tmp_path), 20, ["with replicas", "mixed"], deadline=500)
+    run_world(through_ours, 8, str(tmp_path), 40, ["row-wise"], deadline=600)
+    assert_all_steps_are(tmp_path, values, count=4)
 
 
 # -------------------------------------------------------------------------------- kill -9
@@ -352,9 +467,9 @@ VICTIMS = {
 
 def die_in_a_save(rank: int, world_size: int, folder: str, victim: str) -> str:
     dmp, dense = stock("row-wise", "adagrad", world_size, seed=1)
-    step(dmp, dense, rank)
+    train_step(dmp, dense, rank)
     save_checkpoint(folder, dmp, step=1, optimizers=dense)
-    step(dmp, dense, 3 + rank)
+    train_step(dmp, dense, 3 + rank)
     who, owner, name, count, _ = VICTIMS[victim]
     if rank == who:
         die_at_call(owner, name, count)
