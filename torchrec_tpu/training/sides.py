@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import partial
 from typing import Any
 
@@ -25,6 +25,7 @@ from torchrec_tpu.sharding.embeddings import collections_in
 from torchrec_tpu.sharding.swap import swap_embeddings
 from torchrec_tpu.sparsecore.errors import OptimizerError
 from torchrec_tpu.sparsecore.optimizers import OptimizerSpec
+from torchrec_tpu.streams import spmd_safe
 
 OURS, PLAIN = "torchrec_tpu", "torchrec"
 
@@ -99,20 +100,29 @@ class Side:
     tables: dict[str, nn.Parameter]
     table_state: Callable[[], dict[str, list[Tensor]]]  # optimizer state of each table, now
     record: SideRecord
+    _train: Callable[[Batch], tuple[Tensor, Tensor]] = field(init=False)
+
+    def __post_init__(self) -> None:
+        self._train = spmd_safe(self._train_plainly)
 
     def step(self, batch: Batch) -> Tensor:
         """One training step; returns the logits (B,)."""
-        logits: Tensor
         start = time.perf_counter()
+        loss, logits = self._train(batch)
+        self.record.losses.append(float(loss))
+        self.record.step_seconds.append(time.perf_counter() - start)
+        return logits
+
+    def _train_plainly(self, batch: Batch) -> tuple[Tensor, Tensor]:
+        """(loss, logits); nothing in it depends on the rank."""
+        logits: Tensor
         for optimizer in self.optimizers.values():
             optimizer.zero_grad()
         loss, (_, logits, _) = self.model(batch)
         loss.backward()
         for optimizer in self.optimizers.values():
             optimizer.step()
-        self.record.losses.append(float(loss.detach()))
-        self.record.step_seconds.append(time.perf_counter() - start)
-        return logits
+        return loss.detach(), logits
 
     def evaluate(self, batches: Iterable[Batch]) -> tuple[float, float]:
         """(mean loss, AUC) over batches, in evaluation mode."""
