@@ -70,6 +70,10 @@ class Placement:
         self._sequence_ids = dict(sequence_ids or {})
         self._layouts = dict(layouts)
         self._collections = dict(collections_in(model))
+        if moved := {
+            n: str(c.device) for n, c in self._collections.items() if c.device.type != "cpu"
+        }:
+            raise ProgramError(f"collections are on {moved}; their values are read on the cpu")
         facts = {_prefix(f.collection, f.name): f for f in program.stacks}
         self._stacks = {
             _prefix(fqn, stack.name): (fqn, stack)

@@ -23,11 +23,20 @@ from twin import (
     train,
 )
 
+from torchrec_tpu.aot import recipe_batches
 from torchrec_tpu.api import calibrate, prepare
+from torchrec_tpu.placement import Placement
+from torchrec_tpu.recipes import capped, dlrm_v2_ml_100k
 from torchrec_tpu.sharding.embeddings import SparseCoreCollection, SparseCoreEmbeddingCollection
 from torchrec_tpu.sparsecore import backends
 from torchrec_tpu.sparsecore.capacity import Capacity
-from torchrec_tpu.sparsecore.errors import CapacityError, KjtError, StateDictError, TableError
+from torchrec_tpu.sparsecore.errors import (
+    CapacityError,
+    KjtError,
+    ProgramError,
+    StateDictError,
+    TableError,
+)
 from torchrec_tpu.sparsecore.optimizers import (
     OptimizerSpec,
     adagrad,
@@ -37,6 +46,7 @@ from torchrec_tpu.sparsecore.optimizers import (
     sgd,
 )
 from torchrec_tpu.streams import Copier, device_mesh, on_device, rank_order, spmd_safe
+from torchrec_tpu.training.sides import build_model, our_side
 
 stand_in_tpu.install()
 
@@ -356,6 +366,21 @@ def test_sequences_come_back_whole() -> None:
             assert tensor.device.type == "tpu", (key, part)
             assert torch.equal(tensor.cpu(), getattr(wanted[key], part)()), (key, part)
     assert set(NUM_IDS) > {"user", "item"}
+
+
+def test_a_placement_wants_tables_on_the_cpu() -> None:
+    made = collection(pooled, adagrad()).to("tpu")
+    with pytest.raises(ProgramError, match=r"collections are on \{'': 'tpu:0'\}"):
+        Placement(made, None, layouts={}, dense_optimizer=sgd(lr=0.1), batch_size=9)  # type: ignore
+
+
+def test_the_step_of_the_training_loop_is_marked() -> None:
+    recipe = capped(dlrm_v2_ml_100k(), max_rows=50)
+    side = our_side(recipe, build_model(recipe))
+    batch = next(iter(recipe_batches(recipe, batch_size=4)))
+    stand_in_tpu.calls.clear()
+    side.step(batch)
+    assert stand_in_tpu.calls == ["spmd_safe"]
 
 
 def test_backends_are_found() -> None:
