@@ -226,7 +226,11 @@ def main() -> int:
                 print(f"step {progress.step}: loss {loss:.4f}", flush=True)
     except PeerError as error:
         print(error, file=sys.stderr)
-        return TRY_AGAIN
+        sys.stdout.flush()
+        sys.stderr.flush()
+        # Python's own way out would wait for the collectives that are still under way, until their
+        # deadline: gloo cannot give them up.
+        os._exit(TRY_AGAIN)
     dist.destroy_process_group()
     return 0
 

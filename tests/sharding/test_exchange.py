@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import json
+import socket
 import time
 from collections.abc import Callable
 from types import SimpleNamespace
@@ -14,7 +16,7 @@ from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensorMode
 from world import World, die_here, run_world, stop_here
 
-from torchrec_tpu.sharding.exchange import Exchange, ragged_all_to_all
+from torchrec_tpu.sharding.exchange import Exchange, _own_address, ragged_all_to_all
 from torchrec_tpu.sparsecore.backends import tpu
 from torchrec_tpu.sparsecore.errors import PeerError
 
@@ -176,6 +178,26 @@ def the_op_is_what_torch_expects(rank: int, world_size: int, exchange: Exchange)
             exchange.ragged(on_meta, ones, ones)
 
 
+def strangers_change_nothing(rank: int, world_size: int, exchange: Exchange) -> None:
+    if exchange._watch is None:
+        return
+    me = exchange._watch._peers[rank]
+    verdict = {"token": "guessed", "rank": 0, "missing": {"0": "is gone"}}
+    for line in (
+        b"",
+        b"GET / HTTP/1.1\r\n\r\n",
+        b"\xff\n",
+        b"{}\n",
+        json.dumps(verdict).encode() + b"\n",
+    ):
+        with socket.create_connection((me.address, me.port), timeout=10) as stranger:
+            stranger.sendall(line)
+            stranger.shutdown(socket.SHUT_WR)
+            assert stranger.recv(100) == b""
+    assert not exchange._watch.verdicts
+    headers_arrive(rank, world_size, exchange)
+
+
 CASES: tuple[Callable[[int, int, Exchange], None], ...] = (
     values_arrive,
     headers_arrive,
@@ -186,6 +208,7 @@ CASES: tuple[Callable[[int, int, Exchange], None], ...] = (
     collectives_can_be_guarded,
     a_tpu_is_told_where_parts_begin,
     the_op_is_what_torch_expects,
+    strangers_change_nothing,
 )
 
 
@@ -203,6 +226,22 @@ def all_cases(rank: int, world_size: int) -> None:
 @pytest.mark.parametrize("world_size", [1, 2, 3])
 def test_exchange(world_size: int) -> None:
     run_world(all_cases, world_size)
+
+
+@pytest.mark.parametrize(
+    "environment",
+    [
+        {"GLOO_SOCKET_IFNAME": "lo", "MASTER_ADDR": "192.0.2.1"},
+        {"GLOO_SOCKET_IFNAME": "", "MASTER_ADDR": "localhost"},
+        {"GLOO_SOCKET_IFNAME": "", "MASTER_ADDR": "no-such-host.invalid"},
+    ],
+)
+def test_own_address_is_that_of_the_way_to_the_others(
+    environment: dict[str, str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for name, value in environment.items():
+        monkeypatch.setenv(name, value)
+    assert _own_address() in ("127.0.0.1", "::1")
 
 
 # ---------------------------------------------------------------------------------- missing ranks
