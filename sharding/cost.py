@@ -214,7 +214,7 @@ class TableLoad:
     def pooled_ids(self, batch_size: float) -> int:
         """Ids of one device that go to a shard, in whole lines."""
         return round_up(
-            math.ceil(batch_size * self.lookups.ids_per_sample), int(constant("line_ids"))
+            math.ceil(batch_size * self.lookups.merged_per_sample), int(constant("line_ids"))
         )
 
     @property
@@ -375,7 +375,7 @@ def pooled_option(
     batch, devices = step.global_batch_size, target.num_devices
     num_columns = -(-table.dim // width)
     num_shards = num_columns * num_blocks
-    ids, bags = batch * lookups.ids_per_sample, batch * _bags(load)
+    ids, bags = batch * lookups.merged_per_sample, batch * _bags(load)
     touched = lookups.rows(batch)
     wide = max(4 * width, target.chip.granule_bytes)
     id_bytes = constant("pooled_id_bytes") + 4 * load.has_gains

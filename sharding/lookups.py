@@ -52,6 +52,11 @@ class Lookups:
         found = math.exp(y[index] + slope * (at - x[index]))
         return min(found, self.num_embeddings, max(samples * self.ids_per_sample, 1e-9))
 
+    @property
+    def merged_per_sample(self) -> float:
+        """Ids of a sample after repeats in one bag are merged: what pooled tables are sent."""
+        return float(self.ids_KP.sum(axis=1).mean()) / max(1.0, self.curve[0][0])
+
     def largest_share(self, blocks: int) -> float:
         """Share of the ids that the fullest of so many equal blocks of rows gets."""
         return float(self.shares.reshape(blocks, -1).sum(axis=1).max())

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import dataclasses
 import json
-import math
 import os
 import types
 import typing
@@ -17,7 +16,7 @@ from typing import Any, Final, Self
 from torch import nn
 from torchrec.distributed.types import EmbeddingModuleShardingPlan, ShardingPlan
 
-from torchrec_tpu.sharding.cost import Option, PooledGroup, StepCost, constant
+from torchrec_tpu.sharding.cost import Option, PooledGroup, StepCost
 from torchrec_tpu.sharding.placements import TablePlacement
 from torchrec_tpu.sparsecore.aot.pooled import PooledSlot, PooledStack
 from torchrec_tpu.sparsecore.capacity import Capacity
@@ -182,7 +181,6 @@ class SparseCorePlan:
         batches.
         """
         found: dict[str, list[PooledStack]] = {}
-        batch = self.global_batch_size / self.num_devices
         for group in self.groups:
             shards = [
                 (device, shard) for device, mine in enumerate(group.devices) for shard in mine
@@ -193,15 +191,7 @@ class SparseCorePlan:
                 if p.module == group.module and p.table in {shard.table for _, shard in shards}
             }
             max_ids = [
-                sum(
-                    math.ceil(
-                        batch
-                        * planned[shard.table].ids_per_sample
-                        * planned[shard.table].chosen.largest_share
-                        * (1 + constant("headroom"))
-                    )
-                    for shard in mine
-                )
+                sum(planned[shard.table].chosen.room_ids // self.num_devices for shard in mine)
                 for mine in group.devices
             ]
             stacks = found.setdefault(group.module, [])

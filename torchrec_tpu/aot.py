@@ -21,7 +21,9 @@ from torchrec.sparse.jagged_tensor import KeyedJaggedTensor
 from torchrec_tpu.api import has_keys, kjts_in
 from torchrec_tpu.datasets.synthetic import MultiHot, Synthetic
 from torchrec_tpu.recipes import RECIPES, Recipe, capped, dlrm_v2_mlperf
+from torchrec_tpu.sharding.cost import Way
 from torchrec_tpu.sharding.embeddings import SparseCoreCollection, collections_in
+from torchrec_tpu.sharding.plan import SparseCorePlan
 from torchrec_tpu.sharding.swap import swap_embeddings
 from torchrec_tpu.sparsecore.aot.compile import DEADLINE_SECONDS, compile_program
 from torchrec_tpu.sparsecore.aot.pooled import PooledStack
@@ -385,6 +387,7 @@ def compile_recipe(
     headroom: float = 0.25,
     deadline_seconds: float = DEADLINE_SECONDS,
     keep: bool = True,
+    plan: SparseCorePlan | None = None,
 ) -> Report:
     """A recipe's DLRM v2 on a slice that need not exist: traced, compiled, reported.
 
@@ -399,9 +402,11 @@ def compile_recipe(
         headroom: what to add to the limits for batches to come, as a fraction.
         deadline_seconds: as of `compile_for`, like what follows.
         keep: whether to use and keep results on disk.
+        plan: where the tables go, made for this slice and batch; all row-sharded when None.
 
     Raises:
-        ProgramError: the batch does not divide by the devices; or as `trace`.
+        ProgramError: the batch does not divide by the devices, or the plan is for something else;
+            or as `trace`.
         TopologyError, DependencyError, CompileError: as `compile_for`.
     """
     target = topology(target) if isinstance(target, str) else target
@@ -409,8 +414,21 @@ def compile_recipe(
     batch_size = _per_device(global_batch_size, num_devices)
     model = recipe_model(recipe)
     batches = recipe_batches(recipe, batch_size=batch_size)
+    pooled: Mapping[str, Sequence[PooledStack]] = {}
+    if plan is not None:
+        _check_plan(plan, model, target, global_batch_size)
+        pooled = fit_pooled(
+            model, batches, plan.pooled_stacks(), batch_size=batch_size, headroom=headroom
+        )
     of_slice = layouts(
-        model, num_devices=num_devices, cores_per_device=cores_per_device, batch_size=batch_size
+        model,
+        num_devices=num_devices,
+        cores_per_device=cores_per_device,
+        batch_size=batch_size,
+        stacks="auto"
+        if plan is None
+        else {fqn: plan.stacks_of(fqn) for fqn, _ in collections_in(model)},
+        pooled=pooled,
     )
     capacities = fit_capacities(model, batches, of_slice, headroom=headroom)
 
@@ -424,6 +442,7 @@ def compile_recipe(
             capacities=capacities,
             mode=mode,
             layouts=of_slice,
+            pooled=pooled,
         )
 
     program = traced()
@@ -449,6 +468,38 @@ def compile_recipe(
     )
 
 
+def _check_plan(
+    plan: SparseCorePlan, model: nn.Module, target: Topology, global_batch_size: int
+) -> None:
+    """Refuses a plan that this program cannot follow.
+
+    Raises:
+        ProgramError: it is for another slice, batch or model, or has replicas.
+    """
+    made_for = plan.topology, plan.global_batch_size
+    if made_for != (target.name, global_batch_size):
+        raise ProgramError(
+            f"the plan is for {made_for[0]} and a global batch of {made_for[1]}, not for "
+            f"{target.name} and {global_batch_size}; plan again"
+        )
+    of_plan = {(p.module, p.table, p.num_embeddings, p.embedding_dim) for p in plan.tables}
+    of_model = {
+        (fqn, table.name, table.num_embeddings, table.embedding_dim)
+        for fqn, collection in collections_in(model)
+        for table in collection.layout.tables
+    }
+    if of_plan != of_model:
+        raise ProgramError(
+            "the plan is for other tables; (module, table, rows, columns) that only one side has: "
+            f"{sorted(of_plan ^ of_model)[:6]}"
+        )
+    if replicas := [p.table for p in plan.tables if p.chosen.way is Way.REPLICATED]:
+        raise ProgramError(
+            f"the plan replicates tables {replicas}, which compiled programs cannot; plan without "
+            "--replicas"
+        )
+
+
 def measure_traffic(
     model: nn.Module, batches: Iterable[object], layouts: Mapping[str, Layout]
 ) -> dict[tuple[str, str], Traffic]:
@@ -465,6 +516,8 @@ def measure_traffic(
     for batch in batches:
         for fqn, kjt in _features(batch, collections):
             layout = layouts[fqn]
+            if not layout.stacks:  # all tables are pooled
+                continue
             preprocessor = collections[fqn].preprocessor(layout)
             stats = preprocessor.measure(**collections[fqn].arrays(kjt))
             for index, stack in enumerate(layout.stacks):
@@ -503,6 +556,12 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         action="store_true",
         help="SparseCores and TensorCore work at once; lookups are one update behind",
     )
+    parser.add_argument(
+        "--plan",
+        type=Path,
+        metavar="FILE",
+        help="where the tables go, from `torchrec-tpu plan --json FILE` with the same arguments",
+    )
     parser.add_argument("--max-rows", type=_positive, metavar="N", help="no table longer than this")
     parser.add_argument(
         "--headroom",
@@ -531,6 +590,7 @@ def command(args: argparse.Namespace) -> int:
         recipe = capped(recipe, max_rows=args.max_rows)
     try:
         target = topology(args.topology)
+        plan = SparseCorePlan.load(args.plan) if args.plan else None
         print("tracing and compiling, which may take minutes; the result is kept", file=sys.stderr)
         found = compile_recipe(
             recipe,
@@ -539,8 +599,9 @@ def command(args: argparse.Namespace) -> int:
             mode="pipelined" if args.pipelined else "exact",
             headroom=args.headroom,
             deadline_seconds=args.deadline,
+            plan=plan,
         )
-    except TorchrecTpuError as error:
+    except (TorchrecTpuError, ValueError, OSError) as error:
         print(f"error: {error}", file=sys.stderr)
         return 2
     print(found)

@@ -11,6 +11,7 @@ from torchrec_tpu.sharding.cost import Step, Way
 from torchrec_tpu.sharding.placements import PlacementKind
 from torchrec_tpu.sharding.plan import SparseCorePlan
 from torchrec_tpu.sharding.search import make_plan
+from torchrec_tpu.sparsecore.aot.pooled import check_cover
 from torchrec_tpu.sparsecore.errors import PlacementError
 
 SIZES = {"rows": (2000, 16), "pooled": (50_000, 64), "replica": (3, 16)}
@@ -136,6 +137,31 @@ def test_torchrec_gets_the_placements(plan: SparseCorePlan) -> None:
         placement = plan[name].placement
         if placement.kind is PlacementKind.ROW_WISE:
             assert sum(shard.num_rows for shard in placement.shards) == num_rows
+
+
+def test_pooled_tables_are_what_a_compiled_program_takes() -> None:
+    """Every element of every pooled table once, and room for the ids that were looked up."""
+    loads = [
+        load_of("columns", 50_000, 64, ids=[40.0]),
+        load_of("blocks", 60_000, 16, ids=[64.0]),
+        load_of("rows", 50_000, 64),
+    ]
+    step = Step(global_batch_size=512)
+    plan = make_plan(
+        loads,
+        step,
+        "tpu7x:2x2x1",
+        fixed={load.key: [Way.POOLED] for load in loads[:2]} | {loads[2].key: [Way.ROWS]},
+    )
+    (stack,) = plan.pooled_stacks()["ebc"]
+    check_cover([stack])
+    assert {table.name for table in stack.tables} == {"columns", "blocks"}
+    assert stack.width == plan.groups[0].width
+    for device, slots in enumerate(stack.of_device):
+        wanted = sum(64 * plan[slot.table].ids_per_sample for slot in slots)
+        assert (stack.max_ids[device] > 0) == bool(slots)
+        assert stack.max_ids[device] <= 1.3 * wanted + 256
+    assert {name for stack in plan.stacks_of("ebc") for name in stack} == {"rows"}
 
 
 @pytest.mark.parametrize(

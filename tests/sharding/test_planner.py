@@ -26,6 +26,7 @@ from world import run_world
 
 from torchrec_tpu.sharding.cost import Step, Way
 from torchrec_tpu.sharding.estimators import TpuShardEstimator, TpuStorageReservation
+from torchrec_tpu.sharding.lookups import Lookups
 from torchrec_tpu.sharding.plan import SparseCorePlan
 from torchrec_tpu.sharding.planner import TpuEmbeddingShardingPlanner
 from torchrec_tpu.sharding.search import PlanError, make_plan
@@ -177,6 +178,34 @@ def test_columns_that_fill_no_whole_slot_are_placed_too() -> None:
     plan = make_plan(loads, Step(global_batch_size=512), TARGET, ways=[Way.POOLED])
     assert_every_element_is_placed_once(plan)
     assert sum(shard.num_columns for shard in plan["a"].placement.shards) == 20
+
+
+def test_blocks_of_rows_are_on_devices_in_a_row_and_no_wider_than_the_table() -> None:
+    """A table whose columns are too few to share out: many ids, 16 columns."""
+    load = load_of("t", 200_000, 16, ids=[256.0], samples_per_core=128, exponent=0.0)
+    plan = make_plan([load], Step(global_batch_size=2048), TARGET, ways=[Way.POOLED])
+    planned = plan["t"]
+    assert planned.chosen.num_blocks > 1
+    assert planned.placement.kind == "row_wise"
+    ranks = [shard.rank for shard in planned.placement.shards]
+    assert ranks == list(range(ranks[0], ranks[0] + planned.chosen.num_blocks))
+    assert planned.chosen.largest_share == pytest.approx(1 / planned.chosen.num_blocks, rel=0.1)
+    whole = next(o for o in planned.considered if o.num_shards == 1)
+    assert planned.chosen.shard_ms < whole.shard_ms
+    assert planned.chosen.id_bytes == whole.id_bytes  # an id travels to one block only
+    assert planned.chosen.forward_bytes == planned.chosen.num_blocks * whole.forward_bytes
+    assert_every_element_is_placed_once(plan)
+
+
+def test_rows_whose_popular_ones_lie_together_are_not_cut_there() -> None:
+    ids = np.random.default_rng(0).integers(0, 100, 4096)  # of 200,000
+    lookups = Lookups.observed(
+        200_000, [(ids, np.repeat(np.arange(64), 64))], samples=64, cores=2, num_cores=16
+    )
+    assert lookups.largest_share(8) == 1.0
+    load = load_of("t", 200_000, 16, lookups=lookups)
+    plan = make_plan([load], Step(global_batch_size=512), TARGET, ways=[Way.POOLED])
+    assert plan["t"].chosen.num_blocks == 1
 
 
 def test_a_sequence_is_never_pooled_and_says_why() -> None:

@@ -107,6 +107,33 @@ def test_what_cannot_be_is_said_and_shown_in_the_exit_code(
     assert message in capsys.readouterr().err
 
 
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        ({"--topology": "tpu7x:2x2x1"}, "the plan is for tpu7x:2x2x2 and a global batch of 4096"),
+        ({"--global-batch": "8192"}, "not for tpu7x:2x2x2 and 8192"),
+        ({"--max-rows": "1000"}, "the plan is for other tables"),
+        ({}, "the plan replicates tables ['t_C"),
+    ],
+)
+def test_a_program_follows_no_plan_that_was_made_for_something_else(
+    change: dict[str, str], message: str, written: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    arguments = dict(zip(SMALL[::2], SMALL[1::2], strict=True)) | change
+    flat = [word for pair in arguments.items() for word in pair]
+    assert main(["aot", *flat, "--plan", str(written / "plan.json")]) == 2
+    assert message in capsys.readouterr().err
+
+
+def test_a_file_that_is_no_plan_is_refused(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    path = tmp_path / "plan.json"
+    path.write_text("{}")
+    assert main(["aot", *SMALL, "--plan", str(path)]) == 2
+    assert "not a torchrec_tpu plan" in capsys.readouterr().err
+
+
 # -------------------------------------------------------------------------------------------- page
 
 
