@@ -228,10 +228,11 @@ class Exchange:
                 return self._reshaped(self._on_cores(stack, value), -1, 1)
             return self._parts_of_rows(stack, value)
 
-        before = [as_rule_wants(value) for value in old]
-        after = lowering.apply_rule(
-            self.mlir, function, count, [as_rule_wants(grad), *before, *operands]
-        )
+        wanted = [as_rule_wants(value) for value in (grad, *old)]
+        if not has_mean:  # else XLA computes in the narrow shape, padded to 128 columns
+            wanted = self._fixed(wanted)
+        before = wanted[1:]
+        after = lowering.apply_rule(self.mlir, function, count, [*wanted, *operands])
         return [
             as_stored(self.mlir.hlo.subtract(new, was))
             for new, was in zip(after, before, strict=True)
@@ -352,6 +353,11 @@ class Exchange:
         """Undoes `_whole_rows`."""
         shape = stack.num_ids, stack.cores_per_device, stack.core_width
         return self._reshaped(self._swapped(self._reshaped(value, *shape)), -1, stack.core_width)
+
+    def _fixed(self, values: Sequence[Value]) -> list[Value]:
+        """The same values, whose shapes stay as they are."""
+        barrier = self.mlir.hlo.OptimizationBarrierOp(list(values))
+        return list(barrier.results)
 
     def _swapped(self, value: Value) -> Value:
         """The first two of three dimensions exchanged."""
