@@ -1,6 +1,8 @@
 """Values of a model on the devices of a program; the program itself never runs here."""
 
 import copy
+import sys
+from pathlib import Path
 
 import numpy as np
 import pytest
@@ -16,7 +18,7 @@ from program_twin import (
 )
 from torch import nn
 
-from torchrec_tpu import aot
+from torchrec_tpu import aot, load_checkpoint, save_checkpoint
 from torchrec_tpu.placement import Placement
 from torchrec_tpu.sharding.embeddings import collections_in
 from torchrec_tpu.sharding.swap import swap_embeddings
@@ -249,3 +251,42 @@ def test_more_ids_of_a_sequence_than_the_program_has_room_for_are_refused() -> N
     )
     with pytest.raises(BatchSizeError, match="sequence_ids allows 21"):
         placed.placement().feed(step)
+
+
+def test_a_checkpoint_goes_from_one_slice_to_another(
+    placed: Placed, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """From 2 devices of 2 cores to 4 of 4, every row and slot, and the step that Adam counts."""
+    placement = placed.placement()
+    generator = np.random.default_rng(0)
+    state = {
+        name: generator.standard_normal(value.shape, np.float32)
+        for name, value in placement.state().items()
+    }
+    placement.write(state, num_steps=3)
+    save_checkpoint(tmp_path, placed.model, step=3)
+
+    monkeypatch.setattr(sys.modules[__name__], "NUM_DEVICES", 4)
+    monkeypatch.setattr(sys.modules[__name__], "CORES_PER_DEVICE", 4)
+    other = Placed(Dlrm(), adam(lr=0.1), placed.dense)
+    load_checkpoint(tmp_path, other.model)
+    found = other.placement()
+    rows = {}
+    for layout, values in (
+        (placed.layouts["ebc"], state),
+        (other.layouts["ebc"], found.state()),
+    ):
+        for stack in layout.stacks:
+            for name in ("table", "slot:exp_avg", "slot:exp_avg_sq"):
+                packed = values[f"ebc/{stack.name}/{name}"]
+                cores = packed.reshape(layout.num_cores, stack.rows_per_core, stack.dim)
+                for table in (t.table for t in stack.tables):
+                    homes = [layout.home_of(table.name, i) for i in range(table.num_embeddings)]
+                    logical = np.stack([cores[home][: table.embedding_dim] for home in homes])
+                    rows.setdefault((table.name, name), []).append(logical)
+    assert {len(pair) for pair in rows.values()} == {2}
+    for place, (before, after) in rows.items():
+        np.testing.assert_array_equal(before, after, err_msg=str(place))
+    for name, value in found.operands(1).items():
+        if name.startswith("ebc/"):
+            assert value in placement.operands(1).values(), name
