@@ -10,6 +10,7 @@ import numpy as np
 import numpy.typing as npt
 import torch
 from torch import Tensor, nn
+from torchrec.optim.keyed import KeyedOptimizer
 
 from torchrec_tpu.api import has_keys, kjts_in
 from torchrec_tpu.sharding.embeddings import collections_in
@@ -108,7 +109,8 @@ class Placement:
             for slot in dense_optimizer.rule.slots
             if argument.name.startswith(f"dense_slot/{slot.name}/")
         }
-        self._num_dense_steps = 0
+        self._num_dense_steps = torch.zeros(())  # one number, which checkpoints load in place
+        self.dense_slots = DenseSlots(self, self._dense_slots, self._num_dense_steps)
 
     def _check_pooled(self) -> None:
         expected = {
@@ -225,7 +227,7 @@ class Placement:
                 operands[f"{prefix}/operand:{name}"] = number
         spec = self.dense_optimizer
         for name, value in zip(
-            spec.rule.operands, spec.operands(self._num_dense_steps + step), strict=True
+            spec.rule.operands, spec.operands(int(self._num_dense_steps) + step), strict=True
         ):
             operands[f"dense_operand/{name}"] = float(value)
         return operands
@@ -288,6 +290,32 @@ class Placement:
         """The live tensors outside the collections, by the program's names for them."""
         tensors = {**dict(self._model.named_parameters()), **dict(self._model.named_buffers())}
         return {f"dense/{name}": tensor.detach() for name, tensor in tensors.items()}
+
+
+class DenseSlots(KeyedOptimizer):
+    """A placement's dense slots under torch's names; for checkpoints, it makes no steps.
+
+    A dense optimizer of torch with the same slots reads what was saved of it, and the other way.
+    """
+
+    def __init__(self, placement: Placement, slots: Mapping[str, Array], num_steps: Tensor) -> None:
+        self._placement = placement
+        parameters = dict(placement._model.named_parameters())
+        state: dict[Any, dict[str, Tensor]] = {}
+        params: dict[str, Tensor] = {}
+        for argument, array in slots.items():  # dense_slot/<slot>/<FQN>
+            _, slot, name = argument.split("/", 2)
+            params[name] = parameters[name]
+            values = state.setdefault(parameters[name], {"step": num_steps})
+            values[slot] = torch.from_numpy(array)
+        group = {"params": list(params.values()), "lr": placement.dense_optimizer.lr}
+        super().__init__(params, state, [group])
+
+    def post_load_state_dict(self) -> None:
+        """Hands the learning rate that was loaded to the placement."""
+        (group,) = self.param_groups
+        spec = self._placement.dense_optimizer
+        self._placement.dense_optimizer = replace(spec, lr=float(group["lr"]))
 
 
 def _tables(stack: Stack | PooledStack) -> list[str]:

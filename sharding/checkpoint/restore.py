@@ -145,11 +145,13 @@ def _request_rowwise(
         )
     for block in blocks_of(value):
         target = block.tensor.view(-1)
+        if not len(target):
+            continue  # a rank without rows, whose offset may be the end
         piece, row = divmod(block.offsets[0], num_rows)
         start, stop = columns.here[piece]
         parts = []
         for index, (low, high) in enumerate(columns.there):
-            if (shared := min(stop, high) - max(start, low)) > 0 and len(target):
+            if (shared := min(stop, high) - max(start, low)) > 0:
                 parts.append((shared / (stop - start), index * num_rows + row))
         if len(parts) == 1:
             result.requests.extend(stored.requests((parts[0][1],), target))

@@ -1,6 +1,7 @@
 """Values of a model on the devices of a program; the program itself never runs here."""
 
 import copy
+import dataclasses
 import sys
 from pathlib import Path
 
@@ -264,13 +265,15 @@ def test_a_checkpoint_goes_from_one_slice_to_another(
         for name, value in placement.state().items()
     }
     placement.write(state, num_steps=3)
-    save_checkpoint(tmp_path, placed.model, step=3)
+    placement.dense_optimizer = dataclasses.replace(placed.dense, lr=0.3)
+    placement.dense_slots.param_groups[0]["lr"] = 0.3
+    save_checkpoint(tmp_path, placed.model, step=3, optimizers=placement.dense_slots)
 
     monkeypatch.setattr(sys.modules[__name__], "NUM_DEVICES", 4)
     monkeypatch.setattr(sys.modules[__name__], "CORES_PER_DEVICE", 4)
     other = Placed(Dlrm(), adam(lr=0.1), placed.dense)
-    load_checkpoint(tmp_path, other.model)
     found = other.placement()
+    load_checkpoint(tmp_path, other.model, optimizers=found.dense_slots)
     rows = {}
     for layout, values in (
         (placed.layouts["ebc"], state),
@@ -287,6 +290,19 @@ def test_a_checkpoint_goes_from_one_slice_to_another(
     assert {len(pair) for pair in rows.values()} == {2}
     for place, (before, after) in rows.items():
         np.testing.assert_array_equal(before, after, err_msg=str(place))
+    for name, value in found.state().items():
+        if name.startswith("dense"):
+            np.testing.assert_array_equal(value, state[name], err_msg=name)
+    expected = placement.operands(1)
     for name, value in found.operands(1).items():
-        if name.startswith("ebc/"):
-            assert value in placement.operands(1).values(), name
+        if name.startswith("dense"):
+            assert value == expected[name]
+        else:  # stacks have other names
+            assert value in [v for n, v in expected.items() if not n.startswith("dense")], name
+
+    eager = torch.optim.Adagrad((p for n, p in placed.model.named_parameters() if "ebc" not in n))
+    load_checkpoint(tmp_path, placed.model, optimizers=eager)
+    assert eager.param_groups[0]["lr"] == 0.3
+    name, parameter = next((n, p) for n, p in placed.model.named_parameters() if "ebc" not in n)
+    np.testing.assert_array_equal(eager.state[parameter]["sum"], state[f"dense_slot/sum/{name}"])
+    assert eager.state[parameter]["step"] == 3
