@@ -56,6 +56,9 @@ from torchrec_tpu.sparsecore.stacking import make_layout
 
 Stacks = Literal["auto", "none"] | Sequence[Sequence[str]]
 
+DTYPES = {DataType.FP32: torch.float32, DataType.FP16: torch.float16}
+"""Of the weights that a table may have."""
+
 COMBINERS = {PoolingType.SUM: Combiner.SUM, PoolingType.MEAN: Combiner.MEAN}
 
 _PREPARED = "_torchrec_tpu_batches"
@@ -435,7 +438,8 @@ class _Collection(FusedOptimizerModule, nn.Module):
 
     def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> Self:
         allowed = ("meta", *backends.FOR_DEVICE)
-        device = check_stays(fn, self._table_order, allowed, device=self.device)
+        dtypes = {name: weight.dtype for name, weight in self._weights().items()}
+        device = check_stays(fn, dtypes, allowed, device=self.device)
         if self._on_device is not None and device == self.device:
             return self
         if takes_stacks(device):
@@ -450,6 +454,11 @@ class _Collection(FusedOptimizerModule, nn.Module):
     def _to_device(self, device: torch.device) -> None:
         """Moves tables and their state into device form; their parameters become shapes."""
         optimizer, weights = self._optimizer, self._weights()
+        if half := [name for name, w in weights.items() if w.dtype is not torch.float32]:
+            raise TableError(
+                f"tables {half} are float16, and SparseCores look up and update float32 tables: "
+                "give them DataType.FP32, or leave this module on the CPU"
+            )
         tables = DeviceTables(
             self._layout,
             optimizers=self.table_optimizers,
@@ -497,7 +506,7 @@ class SparseCoreEmbeddingBagCollection(_Collection, EmbeddingBagCollectionInterf
     same bits as TorchRec's.
 
     Args:
-        tables: configs; float32 only.
+        tables: configs, FP32 or FP16; results are float32 in either case.
         is_weighted: whether KJTs carry a weight per id. MEAN divides by the sum of weights.
         device: "cpu", or "meta" to allocate later.
         optimizer: one for all tables, or one per table name.
@@ -613,7 +622,7 @@ class SparseCoreEmbeddingCollection(_Collection, EmbeddingCollectionInterface):
     seed they start with the same bits as TorchRec's. A KJT's weights are ignored, as there.
 
     Args:
-        tables: configs; float32 only.
+        tables: configs, FP32 or FP16; results are float32 in either case.
         device: "cpu", or "meta" to allocate later.
         need_indices: whether the ids come back as the `weights` of the results.
         optimizer: one for all tables, or one per table name.
@@ -787,10 +796,11 @@ def check_table(config: BaseEmbeddingConfig, weight: Tensor) -> None:
         TableError: says why.
     """
     _check_kinds([config])
-    if weight.dtype != torch.float32 or weight.device.type not in ("cpu", "meta"):
+    dtype = DTYPES[config.data_type]
+    if weight.dtype is not dtype or weight.device.type not in ("cpu", "meta"):
         raise TableError(
-            f"table {config.name!r}: weight is {weight.dtype} on {weight.device}, expected "
-            "torch.float32 on cpu"
+            f"table {config.name!r}: weight is {weight.dtype} on {weight.device}, expected {dtype} "
+            "on cpu"
         )
     if not weight.is_contiguous():
         raise TableError(f"table {config.name!r}: weight is not contiguous; clone it")
@@ -798,7 +808,7 @@ def check_table(config: BaseEmbeddingConfig, weight: Tensor) -> None:
 
 def check_stays(
     fn: Callable[[Tensor], Tensor],
-    tables: Sequence[str],
+    tables: Mapping[str, torch.dtype],
     devices: Sequence[str] = ("cpu",),
     *,
     device: torch.device | str = "cpu",
@@ -807,7 +817,7 @@ def check_stays(
 
     Args:
         fn: as of `_apply`.
-        tables: names.
+        tables: dtype of each.
         devices: types of those that they may be on.
         device: where they are.
 
@@ -817,21 +827,23 @@ def check_stays(
     Raises:
         TableError: says what it would become.
     """
-    probe = fn(torch.empty(0, device=device))
-    if probe.dtype != torch.float32 or probe.device.type not in devices:
-        raise TableError(
-            f"tables {list(tables)} are float32 on {torch.device(device).type}, they cannot become "
-            f"{probe.dtype} on {probe.device}"
-        )
+    for dtype in dict.fromkeys(tables.values()):
+        probe = fn(torch.empty(0, dtype=dtype, device=device))
+        if probe.dtype is not dtype or probe.device.type not in devices:
+            names = [name for name, own in tables.items() if own is dtype]
+            raise TableError(
+                f"tables {names} are {str(dtype).removeprefix('torch.')} on "
+                f"{torch.device(device).type}, they cannot become {probe.dtype} on {probe.device}"
+            )
     return probe.device
 
 
 def _check_kinds(configs: Sequence[BaseEmbeddingConfig]) -> None:
     for config in configs:
-        if config.data_type is not DataType.FP32:
+        if config.data_type not in DTYPES:
             raise TableError(
                 f"table {config.name!r}: data_type {config.data_type} is not supported; use "
-                "DataType.FP32"
+                f"{' or '.join(map(str, DTYPES))}"
             )
         if isinstance(config, EmbeddingBagConfig) and config.pooling not in COMBINERS:
             raise TableError(

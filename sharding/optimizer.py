@@ -69,7 +69,7 @@ class FusedEmbeddingOptimizer(FusedOptimizer):
         """Allocates the state.
 
         Args:
-            weights: (V, D) float32 parameter of each table, in config order.
+            weights: (V, D) parameter of each table, in config order. State is float32 always.
             specs: optimizer of each table.
             key: table name -> parameter name in state dicts.
         """

@@ -104,7 +104,7 @@ _WITHOUT_EFFECT: Final = frozenset(
         "foreach",
         "fused",
         "capturable",
-        "stochastic_rounding",  # float32 tables are not rounded
+        "stochastic_rounding",  # float16 tables are rounded to nearest, others not at all
         "enforce_hbm",
         "prefetch_pipeline",
         "cache_algorithm",

@@ -46,6 +46,7 @@ from torchrec.streamable import Multistreamable
 
 from torchrec_tpu.sharding.embeddings import (
     COMBINERS,
+    DTYPES,
     SparseCoreEmbeddingBagCollection,
     SparseCoreEmbeddingCollection,
     check_stays,
@@ -271,7 +272,8 @@ class _ShardedCollection(
                 )
                 fill(config, [piece.shard for piece in mine], views, source, seed)
             else:
-                parameter, views = nn.Parameter(torch.empty(0), source.requires_grad), []
+                empty = torch.empty(0, dtype=source.dtype)
+                parameter, views = nn.Parameter(empty, source.requires_grad), []
             mark(parameter)
             tables[config.name] = nn.Module()
             tables[config.name].register_parameter("weight", parameter)
@@ -511,7 +513,7 @@ class _ShardedCollection(
         return self._placements
 
     def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> Self:
-        check_stays(fn, [config.name for config in self._configs])
+        check_stays(fn, {config.name: DTYPES[config.data_type] for config in self._configs})
         super()._apply(fn, recurse)  # type: ignore[no-untyped-call]
         return self
 

@@ -210,6 +210,16 @@ def trace(
     collections = dict(collections_in(model))
     if not collections:
         raise ProgramError("the model has no SparseCore collection; call shard(model) first")
+    if half := [
+        name
+        for collection in collections.values()
+        for name in collection.table_optimizers
+        if collection.fused_optimizer.weight(name).dtype is not torch.float32
+    ]:
+        raise ProgramError(
+            f"tables {half} are float16, and a program looks up and updates float32 tables: its "
+            "results would be others; give them DataType.FP32"
+        )
     features = dict(_features(batch, collections))
     if missing := collections.keys() - features.keys():
         raise ProgramError(

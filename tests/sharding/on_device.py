@@ -12,6 +12,7 @@ import torch
 from torch import nn
 from torch.testing._internal.distributed.fake_pg import FakeStore
 from torchrec import KeyedJaggedTensor
+from torchrec.modules.embedding_configs import DataType
 from twin import (
     NUM_IDS,
     assert_same_bits,
@@ -271,6 +272,19 @@ def test_tables_on_meta_are_allocated_on_the_device_and_started() -> None:
     train(here, KJTS)
     train_here(meta, KJTS)
     assert_close(contents(meta), contents(here))
+
+
+def test_float16_tables_stay_on_the_cpu() -> None:
+    configs = sequence_configs()
+    configs[1].data_type = DataType.FP16
+    made = SparseCoreEmbeddingCollection(configs)
+    made.capacity = calibrate(made, KJTS)[""]
+    before = contents(made)
+    with pytest.raises(TableError, match=r"\['goods'\] are float16, and SparseCores .* float32"):
+        made.to("tpu")
+    assert made.device.type == "cpu"
+    assert_same_bits(contents(made), before)
+    train(made, KJTS[:1])
 
 
 def test_moves_that_change_nothing_leave_the_tables_where_they_are() -> None:

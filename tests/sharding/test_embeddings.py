@@ -640,9 +640,9 @@ def test_clamped_ids_read_row_0_and_dropped_ones_nothing() -> None:
 
 def test_tables_that_do_not_fit_are_refused() -> None:
     config = EmbeddingBagConfig(name="t", num_embeddings=8, embedding_dim=4, feature_names=["f"])
-    for data_type in (DataType.FP16, DataType.BF16, DataType.INT8):
+    for data_type in (DataType.BF16, DataType.INT8):
         config.data_type = data_type
-        with pytest.raises(TableError, match=f"'t': data_type {data_type}"):
+        with pytest.raises(TableError, match=f"'t': data_type {data_type}.*FP32 or .*FP16"):
             SparseCoreEmbeddingBagCollection([config])
     config.data_type = DataType.FP32
     config.pooling = PoolingType.NONE
@@ -683,6 +683,23 @@ def test_tables_stay_float32_on_cpu() -> None:
     assert_same_bits(snapshot(collection), before)
     assert collection.float().to("cpu") is collection
     train(collection, [random_kjt(0)])
+
+
+def test_float16_tables_stay_float16() -> None:
+    configs = bag_configs()
+    configs[1].data_type = DataType.FP16
+    collection = SparseCoreEmbeddingBagCollection(configs)
+    before = snapshot(collection)
+    with pytest.raises(TableError, match=r"\['goods'\] are float16 on cpu.* torch.float32"):
+        nn.Sequential(collection).float()
+    with pytest.raises(TableError, match=r"\['users', .*are float32 on cpu.* torch.float16"):
+        collection.half()
+    assert_same_bits(snapshot(collection), before)
+    assert collection.to("cpu") is collection
+    source = EmbeddingBagCollection(configs)
+    source.embedding_bags["goods"].float()
+    with pytest.raises(TableError, match=r"'goods': weight is torch\.float32 .* torch\.float16 on"):
+        SparseCoreEmbeddingBagCollection.from_torchrec(source, optimizer=sgd(lr=0.1))
 
 
 @KINDS

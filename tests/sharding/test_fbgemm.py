@@ -5,15 +5,17 @@ They are not for weighted MEAN, weight decay of row-wise Adagrad, and Adam (not 
 
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
-from fbgemm_gpu.split_embedding_configs import EmbOptimType
+from fbgemm_gpu.split_embedding_configs import EmbOptimType, SparseType
 from fbgemm_gpu.split_table_batched_embeddings_ops_common import EmbeddingLocation, PoolingMode
 from fbgemm_gpu.split_table_batched_embeddings_ops_training import (
     ComputeDevice,
     SplitTableBatchedEmbeddingBagsCodegen,
 )
 from torchrec import KeyedJaggedTensor, PoolingType
+from torchrec.modules.embedding_configs import DataType
 from twin import bag_configs, gradient_like, outputs, random_kjt
 
 from torchrec_tpu.sharding.embeddings import SparseCoreEmbeddingBagCollection
@@ -41,14 +43,54 @@ CASES: dict[str, tuple[dict[str, Any], PoolingType]] = {
 
 @pytest.mark.parametrize("name", CASES)
 def test_training_equals_fbgemm_in_weights_and_state(name: str) -> None:
+    ours, theirs = _pair(name, DataType.FP32)
+    weights = _weights(ours)
+    for mine, split in zip(weights, theirs.split_embedding_weights(), strict=True):
+        split.copy_(mine)
+    for seed in range(20):
+        got, want = _step(ours, theirs, random_kjt(seed, weighted=name == "weighted"), seed)
+        torch.testing.assert_close(got, want, rtol=1e-5, atol=5e-6)
+    for mine, split in zip(weights, theirs.split_embedding_weights(), strict=True):
+        torch.testing.assert_close(mine, split, rtol=1e-5, atol=2e-6)
+    _assert_equal_state(ours, theirs)
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_float16_steps_equal_fbgemms_within_a_rounding(name: str) -> None:
+    """FBGEMM's float16 SGD and Adagrad round the change, then the new weight; we round once."""
+    ours, theirs = _pair(name, DataType.FP16)
+    num_different = 0
+    for seed in range(20):
+        before = [weight.clone() for weight in _weights(ours)]
+        for mine, split in zip(before, theirs.split_embedding_weights(), strict=True):
+            split.copy_(mine)
+        got, want = _step(ours, theirs, random_kjt(seed, weighted=name == "weighted"), seed)
+        assert got.dtype is want.dtype is torch.float32
+        torch.testing.assert_close(got, want, rtol=1e-6, atol=2e-7)
+        for old, mine, split in zip(
+            before, _weights(ours), theirs.split_embedding_weights(), strict=True
+        ):
+            largest = torch.maximum(mine.abs(), (mine.float() - old.float()).abs().half())
+            difference = (mine.float() - split.float()).abs()
+            assert (difference <= torch.from_numpy(np.spacing(largest.numpy()))).all()
+            num_different += int((difference > 0).sum())
+    _assert_equal_state(ours, theirs)
+    if name in ("rowwise_adagrad", "clipped"):  # they round once, too
+        assert num_different <= 3
+
+
+def _pair(
+    name: str, data_type: DataType
+) -> tuple[SparseCoreEmbeddingBagCollection, SplitTableBatchedEmbeddingBagsCodegen]:
+    """A collection and FBGEMM's module of the same tables."""
     fused_params, pooling = CASES[name]
     fused_params = {"learning_rate": 0.1, **fused_params}
-    weighted = name == "weighted"
     configs = bag_configs()
     for config, feature in zip(configs, FEATURES, strict=True):
         config.pooling, config.feature_names = pooling, [feature]
+        config.data_type = data_type
     ours = SparseCoreEmbeddingBagCollection(
-        configs, is_weighted=weighted, optimizer=spec_from_fused_params(fused_params)
+        configs, is_weighted=name == "weighted", optimizer=spec_from_fused_params(fused_params)
     )
     theirs = SplitTableBatchedEmbeddingBagsCodegen(
         [
@@ -56,22 +98,36 @@ def test_training_equals_fbgemm_in_weights_and_state(name: str) -> None:
             for c in configs
         ],
         pooling_mode=PoolingMode.SUM if pooling is PoolingType.SUM else PoolingMode.MEAN,
+        weights_precision=SparseType[data_type.name],
+        stochastic_rounding=False,
         **fused_params,
     )
-    weights = [ours.get_parameter(f"embedding_bags.{c.name}.weight") for c in configs]
-    for mine, split in zip(weights, theirs.split_embedding_weights(), strict=True):
-        split.copy_(mine.detach())
-    for seed in range(20):
-        kjt = random_kjt(seed, weighted=weighted)
-        got = outputs(ours, kjt)
-        want = _forward(theirs, kjt)
-        torch.testing.assert_close(got, want, rtol=1e-5, atol=5e-6)
-        gradient = gradient_like(got, seed)
-        got.backward(gradient)
-        want.backward(gradient)
-    for mine, split in zip(weights, theirs.split_embedding_weights(), strict=True):
-        torch.testing.assert_close(mine.detach(), split, rtol=1e-5, atol=2e-6)
-    if name == "sgd":
+    return ours, theirs
+
+
+def _weights(ours: SparseCoreEmbeddingBagCollection) -> list[torch.Tensor]:
+    return [weight.detach() for weight in ours.parameters()]
+
+
+def _step(
+    ours: SparseCoreEmbeddingBagCollection,
+    theirs: SplitTableBatchedEmbeddingBagsCodegen,
+    kjt: KeyedJaggedTensor,
+    seed: int,
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Both outputs, after their update."""
+    got, want = outputs(ours, kjt), _forward(theirs, kjt)
+    gradient = gradient_like(got, seed)
+    got.backward(gradient)
+    want.backward(gradient)
+    return got.detach(), want.detach()
+
+
+def _assert_equal_state(
+    ours: SparseCoreEmbeddingBagCollection, theirs: SplitTableBatchedEmbeddingBagsCodegen
+) -> None:
+    configs = ours.embedding_bag_configs()
+    if not ours.fused_optimizer.slots(configs[0].name):
         return
     for config, split in zip(configs, theirs.split_optimizer_states(), strict=True):
         (state,) = ours.fused_optimizer.slots(config.name)

@@ -188,13 +188,13 @@ def test_meta_tables_move_and_can_be_allocated_later() -> None:
 
 def test_the_report_says_what_did_not_move_and_why() -> None:
     half = bag_configs()
-    half[1].data_type = DataType.FP16
+    half[1].data_type = DataType.BF16
     hooked = EmbeddingBagCollection(bag_configs())
     hooked.register_forward_hook(lambda *_: None)
     model = nn.ModuleDict(
         {
             "good": EmbeddingBagCollection(bag_configs()),
-            "fp16": EmbeddingBagCollection(half),
+            "bf16": EmbeddingBagCollection(half),
             "plain": nn.EmbeddingBag(4, 2),
             "own": OwnCollection(bag_configs()),
             "hooked": hooked,
@@ -211,9 +211,9 @@ def test_the_report_says_what_did_not_move_and_why() -> None:
     report = swap_embeddings(model, optimizer=adagrad(lr=0.5))
     assert {table.module for table in report.moved} == {"good"}
     reasons = {module.module: module.reason for module in report.kept}
-    assert reasons.keys() == {"fp16", "plain", "own", "hooked", "processed", "moved"}
-    assert "'goods'" in reasons["fp16"]
-    assert "FP16" in reasons["fp16"]
+    assert reasons.keys() == {"bf16", "plain", "own", "hooked", "processed", "moved"}
+    assert "'goods'" in reasons["bf16"]
+    assert "BF16" in reasons["bf16"]
     assert "nn.EmbeddingBag" in reasons["plain"]
     assert "subclass" in reasons["own"]
     assert "hooks" in reasons["hooked"]
@@ -223,7 +223,7 @@ def test_the_report_says_what_did_not_move_and_why() -> None:
 
     text = str(report)
     assert text == repr(report)
-    for word in ("good", "users", "53", "adagrad(lr=0.5", "users+", "FP16", "OwnCollection"):
+    for word in ("good", "users", "53", "adagrad(lr=0.5", "users+", "BF16", "OwnCollection"):
         assert word in text
     document = json.loads(report.to_json())
     assert document["moved"][0] == {

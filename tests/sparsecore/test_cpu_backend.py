@@ -113,7 +113,9 @@ def make_case(tables, *, batch_size=13, max_length=5, seed=0, weighted=False, **
 
 def assert_same_bits(actual, expected):
     for a, b in zip(actual, expected, strict=True):
-        np.testing.assert_array_equal(a.view(np.int32), b.view(np.int32))
+        assert a.dtype == b.dtype
+        bits = np.int16 if a.dtype == np.float16 else np.int32
+        np.testing.assert_array_equal(a.view(bits), b.view(bits))
 
 
 def check(case, rule, max_gradient=None):
@@ -283,6 +285,102 @@ def test_negative_zero_and_nan_give_the_bits_of_the_reference():
         assert np.isnan(np.concatenate([a.ravel() for a in arrays])).any()
 
 
+def halves(case):
+    """The case with float16 tables, but for one."""
+    weights = [w.astype(np.float16) for w in case.weights]
+    weights[1] = weights[1].astype(np.float32)
+    return dataclasses.replace(case, weights=weights)
+
+
+@pytest.mark.parametrize("rule", ["sgd", "adagrad_l2", "rowwise_adagrad", "adam"])
+@pytest.mark.parametrize("dim", [1, 7, 16, 24, 32, 64, 100, 128, 200])
+def test_float16_tables_give_the_bits_of_the_reference(dim, rule):
+    tables = [table("a", 90, dim), table("b", 41, dim), table("c", 5, dim, Combiner.MEAN)]
+    check(halves(make_case(tables, batch_size=9, num_devices=2, blocks={"c": Block(5)})), rule)
+
+
+def bits_of_half(bits):
+    return np.asarray(bits, np.uint16).view(np.float16)
+
+
+def rows_case(num_rows, dim=16):
+    """Sample i looks up row i of one table, with gain 1."""
+    case = make_case([table("t", num_rows, dim)], cores_per_device=1, batch_size=num_rows)
+    keys, ones = [f.key for f in case.layout.features], np.ones(num_rows, np.int32)
+    batch = Preprocessor(case.layout)(keys, np.arange(num_rows), lengths=ones)
+    return dataclasses.replace(
+        case,
+        buffers=batch.stacks,
+        geometry=case.layout.geometry(batch),
+        num_floats=num_rows * dim,
+        grad=np.zeros(num_rows * dim, np.float32),
+    )
+
+
+@pytest.mark.parametrize("instruction_set", _native.instruction_sets())
+@pytest.mark.parametrize("dim", [4, 16])  # less than a vector, and one
+def test_every_float16_is_read_as_what_it_is(instruction_set, dim):
+    _native.set_instruction_set(instruction_set)
+    every = bits_of_half(np.arange(2**16)).reshape(-1, dim)
+    case = dataclasses.replace(rows_case(len(every), dim), weights=[every])
+    out = case.lookup(CpuBackend()).reshape(every.shape)
+    np.testing.assert_array_equal(out, every.astype(np.float32))
+    is_nan = np.isnan(every)
+    np.testing.assert_array_equal(np.signbit(out)[is_nan], np.signbit(every)[is_nan])
+
+
+NASTY_FLOATS = np.array(
+    [
+        *[0.0, 2.0**-24, 2.0**-25, 2.0**-26, 2.0**-14, 1.0, 65504.0, 65519.996, 65520.0, 65536.0],
+        *[1e-45, 1e-38, 3.4e38, np.inf, np.nan, 1 + 2.0**-11, 1 + 3 * 2.0**-11, 1.0004894],
+        *[3 * 2.0**-25, 5 * 2.0**-25, 1023.5 * 2.0**-24, 2.0**-14 - 2.0**-25, 6e-5, 6.1e-5],
+    ],
+    np.float32,
+)
+
+
+@pytest.mark.parametrize("instruction_set", _native.instruction_sets())
+@pytest.mark.parametrize("dim", [7, 16])
+def test_any_float32_is_stored_as_the_nearest_float16(instruction_set, dim):
+    """SGD with rate -1 on zeros stores the gradient."""
+    _native.set_instruction_set(instruction_set)
+    rng = np.random.default_rng(3)
+    bits = rng.integers(0, 0x7BFF, 20_000)
+    low, high = (bits_of_half(b).astype(np.float32) for b in (bits, bits + 1))
+    ties = (low + high) / 2
+    values = np.concatenate(
+        [
+            NASTY_FLOATS,
+            rng.integers(0, 2**32, 20_000).astype(np.uint32).view(np.float32),
+            low,
+            ties,
+            np.nextafter(ties, np.float32(0)),
+            np.nextafter(ties, np.float32(np.inf)),
+        ]
+    )
+    values = np.concatenate([values, -values])
+    values = values[: len(values) // dim * dim].reshape(-1, dim)
+    case = rows_case(len(values), dim)
+    stored = np.zeros(values.shape, np.float16)
+    CpuBackend().update(
+        values.ravel(),
+        case.buffers,
+        [stored],
+        [[]],
+        np.full((1, 1), -1, np.float32),
+        case.geometry,
+        "sgd",
+        None,
+    )
+    with np.errstate(over="ignore", invalid="ignore"):
+        expected = (np.float32(0) + values).astype(np.float16)
+    is_nan = np.isnan(values)
+    np.testing.assert_array_equal(np.isnan(stored), is_nan)
+    np.testing.assert_array_equal(
+        stored.view(np.uint16)[~is_nan], expected.view(np.uint16)[~is_nan]
+    )
+
+
 def test_a_row_that_several_cores_name_gets_one_update():
     case = make_case([table("t", 4, 16)], batch_size=64, num_devices=4, max_length=3)
     pointers = case.buffers[0].row_pointers.reshape(8, 8)
@@ -397,8 +495,14 @@ def test_arrays_that_do_not_fit_raise_and_name_themselves():
         update(tables=[tables[0][:-1]])
     with pytest.raises(ValueError, match="table 0: wanted a contiguous array"):
         update(tables=[np.asfortranarray(tables[0])])
-    with pytest.raises(TypeError, match="table 0: wanted a numpy array of float32"):
+    with pytest.raises(TypeError, match="table 0: wanted a numpy array of float32 or float16, got"):
         update(tables=[tables[0].astype(np.float64)])
+    with pytest.raises(ValueError, match=r"table 0: wanted shape \(50, 16\), got \(50, 15\)"):
+        update(tables=[np.zeros((50, 15), np.float16)])
+    with pytest.raises(ValueError, match="table 0: wanted a contiguous array"):
+        update(tables=[np.zeros((16, 50), np.float16).T])
+    with pytest.raises(TypeError, match="table 0: wanted a numpy array of float32 or float16, got"):
+        update(tables=[tables[0].astype(">f2")])
     with pytest.raises(ValueError, match="wanted 1 tables, got 2"):
         update(tables=tables * 2)
     with pytest.raises(ValueError, match="row slots"):
