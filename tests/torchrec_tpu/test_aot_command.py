@@ -3,13 +3,16 @@
 import json
 import runpy
 import sys
+from collections.abc import Sequence
 from pathlib import Path
 
 import pytest
 
 from torchrec_tpu import aot
 from torchrec_tpu.cli import main
-from torchrec_tpu.recipes import dlrm_v2_synthetic
+from torchrec_tpu.planning import plan_recipe
+from torchrec_tpu.recipes import capped, dlrm_v2_synthetic
+from torchrec_tpu.sharding.cost import Way
 from torchrec_tpu.sparsecore.aot import adapter
 from torchrec_tpu.sparsecore.aot.compile import CACHE_VARIABLE
 
@@ -83,6 +86,81 @@ def test_a_recipe_is_compiled_and_reported(
     assert f"{name}: 4 chips" in text
     if pipelined:
         assert document["tensorcore"]["share_under_sparsecore"] > 0.8
+
+
+def planned(
+    path: Path, target: str, *, max_rows: int = 50, ways: Sequence[Way] = (Way.POOLED,)
+) -> str:
+    """A plan of the recipe in a file."""
+    recipe = capped(dlrm_v2_synthetic(), max_rows=max_rows)
+    plan = plan_recipe(recipe, target, global_batch_size=256, ways=ways)
+    plan.save(path)
+    return str(path)
+
+
+@pytest.mark.parametrize(
+    ("target", "batch", "max_rows", "ways", "says"),
+    [
+        (
+            "tpu7x:1x1x1",
+            "256",
+            50,
+            [Way.POOLED],
+            "plan is for tpu7x:1x1x1 and",
+        ),
+        ("v6e:2x2", "512", 50, [Way.POOLED], "global batch of 256, not for v6e:2x2 and 512"),
+        ("v6e:2x2", "256", 60, [Way.POOLED], "the plan is for other tables"),
+        ("v6e:2x2", "256", 50, [Way.REPLICATED], "which compiled programs cannot"),
+    ],
+)
+def test_a_plan_for_something_else_is_refused(
+    target: str,
+    batch: str,
+    max_rows: int,
+    ways: Sequence[Way],
+    says: str,
+    tmp_path: Path,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    plan = planned(tmp_path / "plan.json", target, max_rows=max_rows, ways=ways)
+    arguments = ["--topology", "v6e:2x2", "--global-batch", batch, "--plan", plan]
+    assert main([*ARGUMENTS, *arguments]) == 2
+    assert says in capsys.readouterr().err
+
+
+def test_a_file_that_is_no_plan_is_refused(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    path = tmp_path / "plan.json"
+    arguments = [*ARGUMENTS, "--topology", "v6e:2x2", "--global-batch", "64", "--plan", str(path)]
+    for content in (None, "{}", "no JSON"):
+        if content is not None:
+            path.write_text(content)
+        assert main(arguments) == 2
+        assert capsys.readouterr().err.startswith("error: ")
+
+
+@needs_compiler
+@pytest.mark.slow
+@pytest.mark.parametrize("target", ["tpu7x:1x1x1", "v6e:2x1"])
+def test_a_plan_with_pooled_tables_is_compiled_and_reported(
+    target: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    plan = planned(tmp_path / "plan.json", target)
+    path = tmp_path / "report.json"
+    arguments = ["--topology", target, "--global-batch", "256", "--plan", plan]
+    assert main([*ARGUMENTS, *arguments, "--json", str(path)]) == 0
+    document = json.loads(path.read_text())
+    assert document["fits"]
+    assert document["findings"] == []
+    assert document["stacks"] == []
+    assert document["table_copies"] == 0
+    exchange = document["exchange"]
+    (stack,) = document["pooled"]
+    assert (exchange["rows"], exchange["row_ids"]) == (0, 0)
+    assert 0 < exchange["pooled_ids"] <= stack["id_bytes"]
+    assert exchange["pooled_vectors"] == 2 * stack["block_bytes"]
+    assert "ids of pooled tables" in capsys.readouterr().out
 
 
 @needs_compiler
