@@ -79,25 +79,26 @@ CONSTANTS: Final[Mapping[str, Constant]] = MappingProxyType(
             source="SparseCore memory of each local lookup of a pooled table: rows of all ids that "
             "a device has room for; exact for our program, libtpu 0.0.52",
         ),
-        "lane_arrays": Constant(
-            value=2,
-            unit="arrays",
+        "narrow_update_bytes": Constant(
+            value=2970,
+            unit="B",
             origin="measured",
-            source="TensorCore temporaries of a pooled update whose rows take 128 lanes whatever "
-            "their width; our program, libtpu 0.0.52",
+            source="TensorCore temporaries of a pooled update for each id that a device has room "
+            "for, where a core has 16 columns: arrays whose rows take 128 lanes; our program, "
+            "libtpu 0.0.52",
         ),
-        "word_arrays": Constant(
-            value=40,
-            unit="arrays",
+        "wide_update_bytes": Constant(
+            value=1370,
+            unit="B",
             origin="measured",
-            source="the same with one word an id and core: ids, samples, order",
+            source="the same where a core has 64 columns",
         ),
         "pooled_room_seconds": Constant(
-            value=1.7e-9,
+            value=2.3e-9,
             unit="s",
             origin="measured",
             source="TensorCore time of the update of pooled tables for each id that a device has "
-            "room for: 3.8 of the compiler's cycles (our program, libtpu 0.0.52, DLRM v2) at an "
+            "room for: 5 of the compiler's cycles (our program, libtpu 0.0.52, DLRM v2) at an "
             "assumed 2.2 GHz; not in any bound",
         ),
         "pooled_id_passes": Constant(
@@ -211,11 +212,15 @@ class TableLoad:
         """Whether an id of a pooled table travels with a factor."""
         return self.is_weighted or self.table.combiner is not Combiner.SUM
 
+    @property
+    def sent_per_sample(self) -> float:
+        """Ids of a sample that go to a pooled shard: repeats are merged where gains can tell."""
+        lookups = self.lookups
+        return lookups.merged_per_sample if self.has_gains else lookups.ids_per_sample
+
     def pooled_ids(self, batch_size: float) -> int:
         """Ids of one device that go to a shard, in whole lines."""
-        return round_up(
-            math.ceil(batch_size * self.lookups.merged_per_sample), int(constant("line_ids"))
-        )
+        return round_up(math.ceil(batch_size * self.sent_per_sample), int(constant("line_ids")))
 
     @property
     def logical_bytes(self) -> int:
@@ -375,7 +380,7 @@ def pooled_option(
     batch, devices = step.global_batch_size, target.num_devices
     num_columns = -(-table.dim // width)
     num_shards = num_columns * num_blocks
-    ids, bags = batch * lookups.merged_per_sample, batch * _bags(load)
+    ids, bags = batch * load.sent_per_sample, batch * _bags(load)
     touched = lookups.rows(batch)
     wide = max(4 * width, target.chip.granule_bytes)
     id_bytes = constant("pooled_id_bytes") + 4 * load.has_gains
@@ -729,7 +734,7 @@ def _pooled_memory(
     target: Slice,
 ) -> float:
     """Adds what a group takes; returns the ids that each device has room for."""
-    devices, cores = target.num_devices, target.chip.cores_per_device
+    devices = target.num_devices
     batch = step.global_batch_size / devices
     stored, room, features = (np.zeros(devices) for _ in range(3))
     for device, shards in enumerate(group.devices):
@@ -741,20 +746,19 @@ def _pooled_memory(
     hbm["pooled tables"] += stored
     hbm["pooled padding"] += stored.max() - stored
     hbm["id buffers"] += 4 * (2 + group.has_gains) * room.sum() / devices
-    # Every device has as much room as the fullest: its cores work with (cores * ids, columns of a
-    # core) arrays, which the TensorCore stores with rows of 128.
-    ids, wide = room.max(), 4 * group.width
-    lanes = 4 * cores * round_up(group.width // cores, 128)
-    trains = group.rule is not None
-    arrays = 1 + load.num_row_slots
-    calls = 1 + (1 + 2 * arrays if trains else 0)
-    vectors = batch * (devices * features.max() * lanes + features.sum() * wide)
+    # Every device has as much room as the fullest. Each call of the SparseCore reads rows for all
+    # ids: in lookup; in update gradients, old values of table and slots, and changes of both.
+    ids, wide = float(room.max()), 4 * group.width
+    num_arrays = 1 + load.num_row_slots
+    calls = 1 + (1 + 2 * num_arrays if group.rule is not None else 0)
+    vectors = batch * (devices * features.max() + features.sum()) * wide
     hbm["pooled exchange"] += constant("call_buffers") * calls * ids * wide + vectors
-    if trains:
-        hbm["pooled exchange"] += ids * (
-            constant("lane_arrays") * lanes + constant("word_arrays") * 4 * cores
-        )
-    return float(ids.max())
+    if group.rule is not None:  # temporaries that were measured for Adagrad, two arrays
+        narrow, broad = constant("narrow_update_bytes"), constant("wide_update_bytes")
+        columns = group.width // target.chip.cores_per_device
+        per_id = float(np.interp(columns, (16, 64), (narrow, broad)))
+        hbm["pooled exchange"] += ids * per_id * num_arrays / 2
+    return ids
 
 
 def stack_capacity(stack: Stack, lookups: Mapping[str, Lookups], *, num_cores: int) -> Capacity:

@@ -54,7 +54,7 @@ class Lookups:
 
     @property
     def merged_per_sample(self) -> float:
-        """Ids of a sample after repeats in one bag are merged: what pooled tables are sent."""
+        """Ids of a sample after repeats in one bag are merged."""
         return float(self.ids_KP.sum(axis=1).mean()) / max(1.0, self.curve[0][0])
 
     def largest_share(self, blocks: int) -> float:

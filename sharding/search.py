@@ -236,6 +236,11 @@ class _Search:
                             f"{way} in {width} columns: {size(num_bytes)} on one SparseCore, which "
                             f"addresses {size(constant('core_table_bytes'))}"
                         )
+                    elif width < table.embedding_dim and load.num_scalar_slots:
+                        excluded.append(
+                            f"{way} in {width} columns: {load.rule} takes a mean over the row, "
+                            "which must be whole"
+                        )
                     elif width == self.widths[0] or width < 2 * table.dim:
                         options.append(cost.pooled_option(load, step, target, width))
                 whole = next((width for width in self.widths if width >= table.dim), 0)

@@ -271,7 +271,7 @@ class PooledStack:
         Raises:
             CapacityError: more ids for a device than `max_ids`.
         """
-        entries = {table.name: _Entries.of(batch, index) for index, table in enumerate(self.tables)}
+        entries = self._entries(batch)
         (per_feature,) = set(batch.samples_per_core)
         per_device = self.max_features * per_feature
         first_sample = device * per_device
@@ -306,13 +306,20 @@ class PooledStack:
             at += lines
         return header, ids.reshape(len(ids), -1)
 
+    def _entries(self, batch: SparseBatch) -> dict[str, _Entries]:
+        """Table -> ids. One that a bag has n times is one entry of gain n, or n without gains."""
+        found = {table.name: _Entries.of(batch, index) for index, table in enumerate(self.tables)}
+        if self.has_gains:
+            return found
+        return {name: entries.repeated() for name, entries in found.items()}
+
     def count_ids(self, batch: SparseBatch) -> Array:
         """(G,) ids of a device's batch that go to each device.
 
         Args:
             batch: as in `pack_ids`.
         """
-        entries = {table.name: _Entries.of(batch, index) for index, table in enumerate(self.tables)}
+        entries = self._entries(batch)
         return np.array(
             [sum(len(entries[s.table].within(s).rows) for s in slots) for slots in self.of_device]
         )
@@ -367,6 +374,11 @@ class _Entries(NamedTuple):
         if is_inside.all():
             return self
         return _Entries(*(array[is_inside] for array in self))
+
+    def repeated(self) -> _Entries:
+        """Every id as often as its gain says."""
+        times = self.gains.view(np.float32).astype(np.int64)
+        return _Entries(*(np.repeat(array, times) for array in self))
 
     def moved(self, rows: int, samples: int) -> _Entries:
         return self._replace(rows=self.rows + rows, samples=self.samples + samples)

@@ -1,5 +1,6 @@
 """The search, and the planners that DistributedModelParallel can ask."""
 
+import dataclasses
 import itertools
 import time
 import warnings
@@ -206,6 +207,14 @@ def test_rows_whose_popular_ones_lie_together_are_not_cut_there() -> None:
     load = load_of("t", 200_000, 16, lookups=lookups)
     plan = make_plan([load], Step(global_batch_size=512), TARGET, ways=[Way.POOLED])
     assert plan["t"].chosen.num_blocks == 1
+
+
+def test_rows_are_not_cut_where_the_optimizer_takes_their_mean() -> None:
+    load = load_of("t", 10_000, 64, ids=[40.0])
+    load = dataclasses.replace(load, rule="rowwise_adagrad")
+    plan = make_plan([load], Step(global_batch_size=512), TARGET, ways=[Way.POOLED])
+    assert all(option.width == 64 for option in plan["t"].considered)
+    assert any("mean over the row" in text for text in plan["t"].excluded)
 
 
 def test_a_sequence_is_never_pooled_and_says_why() -> None:

@@ -183,3 +183,26 @@ def test_every_element_of_a_table_has_one_place(slots: tuple[PooledSlot, ...], m
     check_cover([stack()])
     with pytest.raises(LayoutError, match=match):
         check_cover([stack(slots=slots)])
+
+
+def test_an_id_that_a_bag_has_twice_counts_twice_with_or_without_gains() -> None:
+    for combiner, rows, gains in (("sum", [7, 7, 9], None), ("mean", [7, 9], [2 / 3, 1 / 3])):
+        table = Table(
+            name="a", num_embeddings=40, embedding_dim=16, combiner=combiner, features=("f",)
+        )
+        of = PooledStack(
+            name="s",
+            tables=(table,),
+            slots=(PooledSlot(table="a", device=0, row=0, num_rows=40, column=0),),
+            width=16,
+            num_devices=1,
+            cores_per_device=2,
+            max_ids=(8,),
+        )
+        preprocessor = Preprocessor(of.layout(batch_size=1), batch_size=1)
+        ids = preprocessor(["f"], np.array([7, 9, 7]), lengths=np.array([3]))
+        assert of.count_ids(ids).tolist() == [len(rows)]
+        words = of.pack_ids(ids, device=0)[1].reshape(of.words_per_id, IDS_PER_LINE)
+        assert words[0, : len(rows)].tolist() == rows
+        if gains is not None:
+            np.testing.assert_allclose(words[2, : len(rows)].view(np.float32), gains)
