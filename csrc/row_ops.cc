@@ -336,9 +336,10 @@ struct RowOps::Scratch {
   }
 
   std::string Index(const Geometry& g, std::span<const PackedStack> buffers, std::size_t num_floats,
-                    bool cores_adjacent, const RowKernels& kernels, ThreadPool& pool);
+                    bool cores_adjacent, bool need_all, const RowKernels& kernels,
+                    ThreadPool& pool);
   std::string IndexCore(std::int64_t stack, std::int64_t first_table, std::int64_t last_table,
-                        std::int64_t core, const RowKernels& kernels);
+                        std::int64_t core, bool need_all, const RowKernels& kernels);
   void PlanLookup(int num_threads);
   void PlanUpdate(int num_threads);
   void MergeTask(const UpdateTask& task, Thread& thread, UpdateItem& item);
@@ -346,9 +347,10 @@ struct RowOps::Scratch {
 
 // Checks the buffers and finds where each table's run begins in each (core, partition). One plane
 // of cuts holds that for one table: the entry of core c and partition p is at c * core_stride + p *
-// partition_stride. A stack has one more plane than tables: the ends.
+// partition_stride. A stack has one more plane than tables: the ends. `need_all` wants a table for
+// every id; an update passes over the ids of tables that it leaves out.
 std::string RowOps::Scratch::Index(const Geometry& g, std::span<const PackedStack> buffers,
-                                   std::size_t num_floats, bool cores_adjacent,
+                                   std::size_t num_floats, bool cores_adjacent, bool need_all,
                                    const RowKernels& kernels, ThreadPool& pool) {
   geometry = &g;
   stacks = buffers;
@@ -411,7 +413,7 @@ std::string RowOps::Scratch::Index(const Geometry& g, std::span<const PackedStac
   pool.Run(g.num_stacks * g.num_local_cores, [&](std::int64_t item, int) {
     const std::int64_t stack = item / g.num_local_cores;
     errors[item] = IndexCore(stack, first_table[stack], first_table[stack + 1],
-                             item % g.num_local_cores, kernels);
+                             item % g.num_local_cores, need_all, kernels);
   });
   for (std::string& error : errors)
     if (!error.empty()) return std::move(error);
@@ -419,7 +421,7 @@ std::string RowOps::Scratch::Index(const Geometry& g, std::span<const PackedStac
 }
 
 std::string RowOps::Scratch::IndexCore(std::int64_t stack, std::int64_t first_table,
-                                       std::int64_t last_table, std::int64_t core,
+                                       std::int64_t last_table, std::int64_t core, bool need_all,
                                        const RowKernels& kernels) {
   const Geometry& g = *geometry;
   const std::int64_t slots = SlotsPerCore(stack);
@@ -462,7 +464,7 @@ std::string RowOps::Scratch::IndexCore(std::int64_t stack, std::int64_t first_ta
       entries[t * g.num_local_cores + core] += last - first;
       num_found += last - first;
     }
-    if (first_table < last_table && num_found < end - begin)
+    if (need_all && first_table < last_table && num_found < end - begin)
       return Concat(where(p), end - begin - num_found, " embedding_ids are in no table");
     begin = std::min(RoundUp(end, 8), slots);
   }
@@ -632,8 +634,8 @@ std::string RowOps::Lookup(const Geometry& geometry, std::span<const PackedStack
   const std::lock_guard lock(mutex_);
   const RowKernels& kernels = *CurrentKernels().load();
   Scratch& scratch = *scratch_;
-  if (std::string error =
-          scratch.Index(geometry, stacks, out.size(), /*cores_adjacent=*/false, kernels, pool_);
+  if (std::string error = scratch.Index(geometry, stacks, out.size(), /*cores_adjacent=*/false,
+                                        /*need_all=*/true, kernels, pool_);
       !error.empty())
     return error;
   scratch.PlanLookup(pool_.num_threads());
@@ -689,8 +691,8 @@ std::string RowOps::Update(const Geometry& geometry, std::span<const PackedStack
   const RuleKernel* rule_kernel = FindRuleKernel(kernels, rule);
   if (!rule_kernel) return Concat("no fused update for rule '", rule, "'");
   Scratch& scratch = *scratch_;
-  if (std::string error =
-          scratch.Index(geometry, stacks, grad.size(), /*cores_adjacent=*/true, kernels, pool_);
+  if (std::string error = scratch.Index(geometry, stacks, grad.size(), /*cores_adjacent=*/true,
+                                        /*need_all=*/false, kernels, pool_);
       !error.empty())
     return error;
   scratch.PlanUpdate(pool_.num_threads());

@@ -1,12 +1,11 @@
 """Tables of which every rank has a copy: one update on all of them from the gradients of all ranks.
 
-Legend: W ranks, R replicated tables, V num_embeddings, D embedding_dim, U rows that a rank touched.
+Legend: W ranks, R replicated tables, V num_embeddings.
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
 
 import numpy as np
 import torch
@@ -16,18 +15,11 @@ from torch import Tensor
 from torchrec_tpu.sharding.exchange import Exchange
 from torchrec_tpu.sharding.routing import Int64Array
 from torchrec_tpu.sharding.sharded_optimizer import ShardedEmbeddingOptimizer
+from torchrec_tpu.sharding.sums import RowSums, SummedTable, row_sums
 from torchrec_tpu.sparsecore import ops
 from torchrec_tpu.sparsecore.batch import Int32Array, pointers_per_core
 from torchrec_tpu.sparsecore.geometry import FeatureGeometry, Geometry, TableGeometry
 from torchrec_tpu.sparsecore.layout import Layout, round_up
-
-
-@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
-class _Sums:
-    """Gradient sums of the rows of one table that this rank's batch touched."""
-
-    rows: Int32Array  # (U,) ascending
-    sums: Tensor  # (U, D)
 
 
 class Replicas:
@@ -109,63 +101,28 @@ class Replicas:
             (sparse if is_sparse else dense).append(index)
         return sparse, dense
 
-    def _sums(self, grad: Tensor, buffers: Sequence[Tensor], geometry: Geometry) -> list[_Sums]:
-        """Per table, by the fused update itself: one SGD step of zeros, with learning rate -1."""
-        pointers, ids, samples, gains = buffers[ops.BUFFERS_PER_STACK * self._stack :]
-        num_slots = int(pointers[self._exchange.rank])  # all are in this rank's partition
-        compact = ids.clone()
-        found = ids[:num_slots].numpy()
-        ends = np.searchsorted(found, [p.row_offset + p.rows_per_core for p in self._places])
-        rows_of: list[Int32Array] = []
-        tables: list[TableGeometry] = []
-        features: list[FeatureGeometry] = []
-        begin = row_offset = 0
-        for place, table, end in zip(
-            self._places,
-            (geometry.tables[index] for index in self.indices),
-            ends.tolist(),
-            strict=True,
-        ):
-            run = found[begin:end]
-            is_first = np.diff(run, prepend=np.int32(-1)) != 0
-            rows_of.append(run[is_first] - np.int32(place.row_offset))
-            size = max(len(rows_of[-1]), 1)
-            compact[begin:end] = torch.from_numpy(np.cumsum(is_first, dtype=np.int32)) + (
-                row_offset - 1
-            )
-            tables.append(
-                TableGeometry(0, size, table.dim, row_offset, 0, len(features), table.num_features)
-            )
-            features += geometry.features[table.first_feature :][: table.num_features]
-            row_offset += round_up(size, 8)
-            begin = end
-        sums = [torch.zeros(table.num_embeddings, table.dim) for table in tables]
-        one_core = torch.zeros(pointers_per_core(1), dtype=torch.int32)
-        one_core[0] = num_slots
-        whole = Geometry(
-            num_cores=1,
-            num_local_cores=1,
-            num_stacks=1,
-            tables=tuple(tables),
-            features=tuple(features),
+    def _sums(self, grad: Tensor, buffers: Sequence[Tensor], geometry: Geometry) -> list[RowSums]:
+        """Of this rank's batch, by table."""
+        stack = buffers[ops.BUFFERS_PER_STACK * self._stack :]
+        num_slots = int(stack[0][self._exchange.rank])  # all are in this rank's partition
+        tables = [geometry.tables[index] for index in self.indices]
+        return row_sums(
+            grad,
+            stack,
+            [(0, num_slots)],
+            [
+                SummedTable(
+                    geometry=table,
+                    num_rows=place.rows_per_core,
+                    features=geometry.features[table.first_feature :][: table.num_features],
+                    max_gradient=self._optimizer.local.max_gradient(place.table.name),
+                )
+                for table, place in zip(tables, self._places, strict=True)
+            ],
         )
-        limits = [self._optimizer.local.max_gradient(name) for name in self.names]
-        for limit in sorted(set(limits)):
-            chosen = [index for index, other in enumerate(limits) if other == limit]
-            ops.sparse_dense_matmul_update_(
-                grad,
-                [one_core, compact, samples, gains],
-                [sums[index] for index in chosen],
-                [],
-                torch.full((len(chosen), 1), -1.0),
-                whole.select(chosen).encode(),
-                "sgd",
-                limit,
-            )
-        return [_Sums(rows=r, sums=s[: len(r)]) for r, s in zip(rows_of, sums, strict=True)]
 
     def _gathered(
-        self, tables: Sequence[int], sums: Sequence[_Sums], num_rows: Int64Array
+        self, tables: Sequence[int], sums: Sequence[RowSums], num_rows: Int64Array
     ) -> list[tuple[int, Int32Array, Tensor]]:
         """(table, rows, sums) of every rank, in rank order."""
         if not tables:
@@ -198,7 +155,7 @@ class Replicas:
         return gathered
 
     def _reduced(
-        self, tables: Sequence[int], sums: Sequence[_Sums]
+        self, tables: Sequence[int], sums: Sequence[RowSums]
     ) -> list[tuple[int, Int32Array, Tensor]]:
         """(table, rows, sums) over all ranks."""
         if not tables:

@@ -44,6 +44,7 @@ from torchrec.sparse.jagged_tensor import JaggedTensor, KeyedJaggedTensor, Keyed
 from torchrec.sparse.tensor_dict import maybe_td_to_kjt
 from torchrec.streamable import Multistreamable
 
+from torchrec_tpu.sharding.columns import SharedMeans
 from torchrec_tpu.sharding.embeddings import (
     COMBINERS,
     DTYPES,
@@ -240,6 +241,9 @@ class _ShardedCollection(
             Replicas(self._layout, self._num_travelling, self._optimizer, self._exchange)
             if replicas
             else None
+        )
+        self._shared_means = SharedMeans(
+            self._placements, self._local_shards, self._optimizer, self._exchange
         )
         self._outputs = _Outputs(self._layout, by_name, self._configs)
         self._register_state_dict_hook(_put_sharded)  # type: ignore[no-untyped-call]
@@ -486,8 +490,16 @@ class _ShardedCollection(
                 grad, delivery.buffers, delivery.geometry, delivery.num_rows, divisor
             )
         vectors = arrival.unpacked(pending.wait())
-        if arrival.tables:
-            self._optimizer.update(vectors, arrival.buffers, arrival.geometry, arrival.tables)
+        alone = [at for at, name in enumerate(arrival.tables) if name not in self._shared_means]
+        if alone:
+            self._optimizer.update(
+                vectors,
+                arrival.buffers,
+                arrival.geometry.select(alone),
+                [arrival.tables[at] for at in alone],
+            )
+        if self._shared_means:
+            self._shared_means.update(vectors, arrival)
         self._optimizer.count_updates(self._idle)
 
     # ---- what TorchRec asks of a module

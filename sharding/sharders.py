@@ -8,7 +8,6 @@ from typing import Any, Generic, TypedDict, TypeVar, Unpack
 
 import torch
 from torch import nn
-from torchrec.distributed.comm import get_local_size
 from torchrec.distributed.embedding_types import BaseEmbeddingSharder, EmbeddingComputeKernel
 from torchrec.distributed.types import (
     ModuleSharder,
@@ -193,6 +192,7 @@ def _weights(module: nn.Module) -> dict[str, nn.Parameter]:
 
 
 def threads_of_rank(world_size: int) -> int:
-    """A rank's share of the CPUs of its host."""
+    """A rank's share of its host's CPUs, with LOCAL_WORLD_SIZE ranks, or all, on the host."""
+    ranks = int(os.environ.get("LOCAL_WORLD_SIZE", world_size))
     cpus = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
-    return max(1, cpus // get_local_size(world_size))
+    return max(1, cpus // ranks)

@@ -21,7 +21,6 @@ from torch.distributed._shard.sharded_tensor.shard import Shard as TensorShard
 from torch.distributed.tensor import DTensor, Replicate
 from torch.distributed.tensor import Shard as AlongDim
 from torch.distributed.tensor.placement_types import Placement
-from torchrec.distributed.comm import get_local_size
 from torchrec.distributed.sharding_plan import placement as device_of
 from torchrec.distributed.shards_wrapper import LocalShardsWrapper
 from torchrec.distributed.types import ShardingEnv
@@ -111,7 +110,8 @@ def _part(placement: TablePlacement, shard: Shard, tensor: Tensor, value: Any, n
         shards = [(tuple(s.metadata.shard_offsets), s.tensor) for s in value.local_shards()]
     elif isinstance(value, DTensor) and isinstance(value.to_local(), LocalShardsWrapper):
         wrapper: Any = value.to_local()
-        shards = list(zip(wrapper.local_offsets(), wrapper.local_shards(), strict=True))
+        # an empty one has an offset nevertheless
+        shards = list(zip(wrapper.local_offsets(), wrapper.local_shards(), strict=False))
     elif type(value) is torch.Tensor or type(value) is torch.nn.Parameter:
         whole = (placement.num_embeddings, placement.embedding_dim)[: tensor.ndim]
         if tuple(value.shape) == whole:
@@ -152,5 +152,5 @@ def _metadata(
     return ShardMetadata(
         shard_offsets=list(_offsets(placement, shard, ndim)),
         shard_sizes=[shard.num_rows, shard.num_columns][:ndim],
-        placement=device_of("cpu", rank, get_local_size(env.world_size)),
+        placement=device_of("cpu", rank, 1),
     )

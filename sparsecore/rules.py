@@ -107,7 +107,7 @@ class Rule:
 # ------------------------------------------------------------------------------------------ NumPy
 
 
-class _NumpyOps:
+class NumpyOps:
     """float32 arrays (N, D) and (N, 1). Sums run in the kernels' order, so that bits agree."""
 
     def sqrt(self, x: Any, /) -> Any:
@@ -135,7 +135,7 @@ class _NumpyOps:
         return lanes / np.float32(dim)
 
 
-NUMPY: Final[Ops] = _NumpyOps()
+NUMPY: Final[Ops] = NumpyOps()
 
 
 def apply(
@@ -144,10 +144,12 @@ def apply(
     row_ND: NDArray[np.float32],
     slots: Sequence[NDArray[np.float32]],
     operands: NDArray[np.float32],
+    functions: Ops = NUMPY,
 ) -> tuple[NDArray[np.float32], ...]:
     """New (row, *slots) of N rows, by NumPy in float32; the arguments stay as they are.
 
-    Row slots are (N, D), scalar slots (N,), operands (num_operands,).
+    Row slots are (N, D), scalar slots (N,), operands (num_operands,); `functions` are those that
+    the rule calls.
 
     >>> from torchrec_tpu.sparsecore.optimizers import RULES
     >>> one = np.ones((1, 2), np.float32)
@@ -158,7 +160,7 @@ def apply(
         array if slot.width == "row" else array[:, None]
         for slot, array in zip(rule.slots, slots, strict=True)
     ]
-    row, *new = rule.update(NUMPY, grad_ND, row_ND, *state, *operands)
+    row, *new = rule.update(functions, grad_ND, row_ND, *state, *operands)
     state = [
         array if slot.width == "row" else array[:, 0]
         for slot, array in zip(rule.slots, new, strict=True)

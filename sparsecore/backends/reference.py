@@ -47,7 +47,7 @@ class ReferenceBackend:
     ) -> None:
         """See Backend.lookup."""
         _check(tables, out, geometry)
-        entries = _unpack(buffers, geometry)
+        entries = _unpack(buffers, geometry, need_all=True)
         for table in geometry.tables:
             for feature in _features_of(table, geometry):
                 starts = feature.out_offset + np.arange(feature.num_samples) * feature.out_stride
@@ -74,7 +74,7 @@ class ReferenceBackend:
         _check_state(RULES[rule], slots, operands, geometry)
         if max_gradient is not None and not max_gradient > 0:
             raise ValueError(f"max_gradient={max_gradient} must be positive, or None for no limit")
-        entries = _unpack(buffers, geometry)
+        entries = _unpack(buffers, geometry, need_all=False)
         for t, (table, ids) in enumerate(zip(geometry.tables, entries, strict=True)):
             grad_ED = grad[_elements(ids.vectors_E, table.dim)]
             if max_gradient is not None:
@@ -135,11 +135,14 @@ def _elements(starts_E: NDArray[np.int64], dim: int) -> NDArray[np.int64]:
     return starts_E[:, None] + np.arange(dim)
 
 
-def _unpack(buffers: Sequence[StackBuffers], geometry: Geometry) -> list[_Entries]:
+def _unpack(
+    buffers: Sequence[StackBuffers], geometry: Geometry, *, need_all: bool
+) -> list[_Entries]:
     """The ids of every table. Stacks without a table in `geometry` are passed over.
 
     Raises:
-        ValueError: a buffer contradicts itself, or names a row or a sample that is not there.
+        ValueError: a buffer contradicts itself, or names a row or a sample that is not there. Ids
+            of no table are refused with `need_all`; an update may leave tables out.
     """
     slots = {
         table.stack: _filled_slots(table.stack, buffers, geometry) for table in geometry.tables
@@ -154,7 +157,7 @@ def _unpack(buffers: Sequence[StackBuffers], geometry: Geometry) -> list[_Entrie
             for table, ids in zip(geometry.tables, entries, strict=True)
             if table.stack == stack
         )
-        if num_found < len(filled):
+        if need_all and num_found < len(filled):
             raise ValueError(f"stack {stack}: {len(filled) - num_found} ids are in no table")
     return entries
 

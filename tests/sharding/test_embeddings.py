@@ -397,6 +397,19 @@ def test_inference_neither_updates_nor_asks_for_a_gradient(build: Build) -> None
     assert_same_bits(snapshot(collection), before)
 
 
+def test_a_table_frozen_later_stays_while_others_of_its_stack_train() -> None:
+    collection = pooled(optimizer=sgd(lr=1.0), stacks=[["users", "goods", "tags"]])
+    collection.embedding_bags["goods"].weight.requires_grad_(False)
+    before = {name: value.clone() for name, value in collection.state_dict().items()}
+    collection(random_kjt(0)).values().sum().backward()
+    moved = {n: not torch.equal(v, before[n]) for n, v in collection.state_dict().items()}
+    assert moved == {
+        "embedding_bags.users.weight": True,
+        "embedding_bags.goods.weight": False,
+        "embedding_bags.tags.weight": True,
+    }
+
+
 def test_frozen_tables_do_not_move() -> None:
     collection = pooled(optimizer=adam(lr=0.1))
     collection.get_parameter("embedding_bags.goods.weight").requires_grad_(False)

@@ -527,8 +527,9 @@ def test_buffers_that_name_what_is_not_there_are_refused_before_anything_is_writ
     with pytest.raises(ValueError, match=f"stack 0.*{message}"):
         backend.lookup(buffers, tables, batch.geometry, out)
     operands = np.ones((1, 1), np.float32)
-    with pytest.raises(ValueError, match=f"stack 0.*{message}"):
-        backend.update(out + 1, buffers, tables, [[]], operands, batch.geometry, "sgd", None)
+    if message != "in no table":  # an update may leave tables out
+        with pytest.raises(ValueError, match=f"stack 0.*{message}"):
+            backend.update(out + 1, buffers, tables, [[]], operands, batch.geometry, "sgd", None)
     assert not out.any()
     np.testing.assert_array_equal(tables[0], before)
 

@@ -471,10 +471,11 @@ def _check_raises(case, message):
     backend = CpuBackend()
     with pytest.raises(ValueError, match=message):
         backend.lookup(case.buffers, tables, case.geometry, out)
-    with pytest.raises(ValueError, match=message):
-        backend.update(
-            case.grad, case.buffers, tables, slots, operands, case.geometry, "adagrad", None
-        )
+    if "in no table" not in message:  # an update may leave tables out
+        with pytest.raises(ValueError, match=message):
+            backend.update(
+                case.grad, case.buffers, tables, slots, operands, case.geometry, "adagrad", None
+            )
     assert (out == 5).all()
     assert_same_bits([*tables, *itertools.chain(*slots)], before)
 

@@ -35,8 +35,8 @@ struct FeatureGeometry {
   std::int64_t sample_offset, samples_per_core, num_samples, out_offset, out_stride;
 };
 
-// Shapes and places of one batch; tables and features in stack order. It has all tables of a stack
-// or none: an update may leave stacks out.
+// Shapes and places of one batch; tables and features in stack order. A lookup has all tables of a
+// stack or none, an update may leave out any.
 struct Geometry {
   std::int64_t num_cores = 0;        // P
   std::int64_t num_local_cores = 0;  // C
