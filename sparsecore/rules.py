@@ -111,18 +111,23 @@ class NumpyOps:
     """float32 arrays (N, D) and (N, 1). Sums run in the kernels' order, so that bits agree."""
 
     def sqrt(self, x: Any, /) -> Any:
+        """See `Ops`."""
         return np.sqrt(x)
 
     def power(self, x: Any, y: Any, /) -> Any:
+        """See `Ops`."""
         return np.power(np.float64(x), np.float64(y)).astype(np.float32)
 
     def clamp(self, low: Any, x: Any, high: Any, /) -> Any:
+        """See `Ops`."""
         return np.minimum(np.maximum(low, x), high)
 
     def where_equal(self, a: Any, b: Any, then: Any, otherwise: Any, /) -> Any:
+        """See `Ops`."""
         return np.where(a == b, then, otherwise)
 
     def mean_row(self, x_ND: NDArray[np.float32], /) -> NDArray[np.float32]:
+        """See `Ops`."""
         num_rows, dim = x_ND.shape
         lanes = np.zeros((num_rows, NUM_LANES), np.float32)
         for start in range(0, dim, NUM_LANES):
