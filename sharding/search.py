@@ -228,13 +228,12 @@ class _Search:
             elif not load.can_pool:
                 excluded.append(f"{way}: ids of a sequence are looked up one by one")
             else:
-                cores = target.chip.cores_per_device
                 for width in self.widths:
-                    num_bytes = 4 * round_up(table.num_embeddings, 8) * width // cores
+                    num_bytes = 4 * round_up(table.num_embeddings, 8) * width
                     if num_bytes > constant("core_table_bytes"):
                         excluded.append(
-                            f"{way} in {width} columns: {size(num_bytes)} on one SparseCore, which "
-                            f"addresses {size(constant('core_table_bytes'))}"
+                            f"{way} in {width} columns: {size(num_bytes)} on one device, whose local "
+                            f"lookup addresses {size(constant('core_table_bytes'))}"
                         )
                     elif width < table.embedding_dim and load.num_scalar_slots:
                         excluded.append(
@@ -245,7 +244,7 @@ class _Search:
                         options.append(cost.pooled_option(load, step, target, width))
                 whole = next((width for width in self.widths if width >= table.dim), 0)
                 for blocks in ROW_BLOCKS if whole else ():
-                    num_bytes = 4 * table.num_embeddings * whole // cores // blocks
+                    num_bytes = 4 * table.num_embeddings * whole // blocks
                     if (
                         blocks <= min(target.num_devices, table.num_embeddings)
                         and num_bytes <= constant("core_table_bytes")

@@ -28,7 +28,7 @@ from pathlib import Path
 from typing import Any, Final
 
 from torchrec_tpu.sparsecore.aot import adapter, lowering
-from torchrec_tpu.sparsecore.aot.program import Program, StackFacts
+from torchrec_tpu.sparsecore.aot.program import PooledFacts, Program, StackFacts
 from torchrec_tpu.sparsecore.aot.topology import Topology, topology
 from torchrec_tpu.sparsecore.errors import (
     CompileError,
@@ -138,6 +138,7 @@ def compile_program(
         target,
         options=options,
         stacks=program.stacks,
+        pooled=program.pooled,
         deadline_seconds=deadline_seconds,
         keep=keep,
     )
@@ -149,6 +150,7 @@ def compile_stablehlo(
     *,
     options: Options | None = None,
     stacks: Sequence[StackFacts] = (),
+    pooled: Sequence[PooledFacts] = (),
     deadline_seconds: float = DEADLINE_SECONDS,
     keep: bool = True,
 ) -> Compiled:
@@ -160,6 +162,7 @@ def compile_stablehlo(
         options: XLA's, by name. XLA_FLAGS and LIBTPU_INIT_ARGS are not passed on, so that a result
             depends on nothing but its arguments.
         stacks: to name the one whose limits are refused.
+        pooled: the same for pooled stacks.
         deadline_seconds: wall time that the compiler may take.
         keep: whether to use and keep results on disk (`cache_directory`).
 
@@ -190,7 +193,7 @@ def compile_stablehlo(
         if keep:
             _write(key, result)
     if (refusal := result["refusal"]) is not None:
-        raise diagnosis(refusal, target, stacks)
+        raise diagnosis(refusal, target, stacks, pooled)
     return Compiled(
         topology=target.name,
         memory=Memory(**{f"{name}_bytes": size for name, size in result["memory"].items()}),
@@ -310,7 +313,12 @@ def main(directory: Path) -> None:
 # --------------------------------------------------------------------------------------- diagnosis
 
 
-def diagnosis(refusal: str, target: Topology, stacks: Sequence[StackFacts] = ()) -> CompileError:
+def diagnosis(
+    refusal: str,
+    target: Topology,
+    stacks: Sequence[StackFacts] = (),
+    pooled: Sequence[PooledFacts] = (),
+) -> CompileError:
     """The error that libtpu's words stand for."""
     chip = target.chip
     if match := re.search(
@@ -359,6 +367,12 @@ def diagnosis(refusal: str, target: Topology, stacks: Sequence[StackFacts] = ())
         )
     if match := re.search(r"(\d+) GiB of HBM per tensor, got (\d+)", refusal):
         limit, got = int(match[1]) << 30, int(match[2])
+        if owned := tuple(stack.name for stack in pooled if stack.rows * stack.dim * 4 == got):
+            return LimitsError(
+                f"pooled {_stacks(owned)}a local lookup takes tables up to {limit:,} B of a device, "
+                f"this one has {got:,} B. Place blocks of rows or columns on several devices",
+                stacks=owned,
+            )
         names = tuple(
             stack.name
             for stack in stacks
