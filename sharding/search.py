@@ -232,7 +232,7 @@ class _Search:
                     num_bytes = 4 * round_up(table.num_embeddings, 8) * width
                     if num_bytes > constant("core_table_bytes"):
                         excluded.append(
-                            f"{way} in {width} columns: {size(num_bytes)} on one device, whose local "
+                            f"{way} in {width} columns: {size(num_bytes)} on one device, whose "
                             f"lookup addresses {size(constant('core_table_bytes'))}"
                         )
                     elif width < table.embedding_dim and load.num_scalar_slots:

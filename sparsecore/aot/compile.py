@@ -369,8 +369,8 @@ def diagnosis(
         limit, got = int(match[1]) << 30, int(match[2])
         if owned := tuple(stack.name for stack in pooled if stack.rows * stack.dim * 4 == got):
             return LimitsError(
-                f"pooled {_stacks(owned)}a local lookup takes tables up to {limit:,} B of a device, "
-                f"this one has {got:,} B. Place blocks of rows or columns on several devices",
+                f"pooled {_stacks(owned)}a local lookup takes a table of up to {limit:,} B, "
+                f"a device would have {got:,} B. Place blocks of rows or columns on several devices",
                 stacks=owned,
             )
         names = tuple(
