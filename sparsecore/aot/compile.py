@@ -370,7 +370,7 @@ def diagnosis(
         if owned := tuple(stack.name for stack in pooled if stack.rows * stack.dim * 4 == got):
             return LimitsError(
                 f"pooled {_stacks(owned)}a local lookup takes a table of up to {limit:,} B, "
-                f"a device would have {got:,} B. Place blocks of rows or columns on several devices",
+                f"a device would have {got:,} B. Place its rows or columns on several devices",
                 stacks=owned,
             )
         names = tuple(
