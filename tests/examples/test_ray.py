@@ -11,7 +11,7 @@ import time
 from pathlib import Path
 
 import pytest
-from test_dmp import EXAMPLES, JOB, assert_same_bits, final_state, torchrun
+from job import EXAMPLES, JOB, assert_same_bits, final_state, torchrun
 from world import child_environment
 
 from torchrec_tpu import latest_checkpoint
