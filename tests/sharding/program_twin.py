@@ -68,12 +68,12 @@ class Batch:
 
 
 class Dlrm(nn.Module):
-    """Weighted bags, a dense tower, their dot products, a tower above; mean loss."""
+    """Bags, a dense tower, their dot products, a tower above; mean loss."""
 
-    def __init__(self) -> None:
+    def __init__(self, *, is_weighted: bool = True) -> None:
         super().__init__()
         torch.manual_seed(11)
-        self.ebc = EmbeddingBagCollection(configs(), is_weighted=True)
+        self.ebc = EmbeddingBagCollection(configs(), is_weighted=is_weighted)
         width = sum(c.embedding_dim * len(c.feature_names) for c in configs())
         self.bottom = nn.Sequential(nn.Linear(NUM_DENSE, 16), nn.ReLU())
         self.project = nn.Linear(width, 16)
@@ -127,7 +127,9 @@ class WithSequences(nn.Module):
         return loss, logits.detach()
 
 
-def batches(num_devices: int, *, num_steps: int, seed: int = 3) -> Iterator[list[Batch]]:
+def batches(
+    num_devices: int, *, num_steps: int, seed: int = 3, is_weighted: bool = True
+) -> Iterator[list[Batch]]:
     """One batch a device a step: empty bags, duplicates within and between them, weights."""
     rng = np.random.default_rng(seed)
     rows = {feature: rows for _, rows, _, _, features in CONFIGS for feature in features}
@@ -151,7 +153,7 @@ def batches(num_devices: int, *, num_steps: int, seed: int = 3) -> Iterator[list
                         keys=list(rows),
                         values=torch.from_numpy(np.concatenate(values)),
                         lengths=torch.from_numpy(lengths.ravel().astype(np.int32)),
-                        weights=torch.from_numpy(weights),
+                        weights=torch.from_numpy(weights) if is_weighted else None,
                     ),
                     labels=torch.from_numpy(rng.integers(0, 2, BATCH_SIZE)),  # int64
                 )
@@ -170,7 +172,9 @@ def concatenated(parts: list[Batch]) -> Batch:
             keys=keys,
             values=torch.cat([one[key].values() for key in keys for one in split]),
             lengths=torch.cat(lengths, 1).reshape(-1),
-            weights=torch.cat([one[key].weights() for key in keys for one in split]),
+            weights=torch.cat([one[key].weights() for key in keys for one in split])
+            if parts[0].sparse.weights_or_none() is not None
+            else None,
         ),
         labels=torch.cat([part.labels for part in parts]),
     )
@@ -196,13 +200,14 @@ class Twin:
         num_steps: int,
         model: nn.Module | None = None,
         pooled: Callable[[Layout, int], Sequence[PooledStack]] | None = None,
+        is_weighted: bool = True,
     ) -> None:
         """With `pooled`, some tables of the model's first collection stay with owners."""
-        self.model = model or Dlrm()
+        self.model = model or Dlrm(is_weighted=is_weighted)
         self._learning_rate = optimizer.lr
         swap_embeddings(self.model, optimizer=optimizer)
         self.num_devices = num_devices
-        self.steps = list(batches(num_devices, num_steps=num_steps))
+        self.steps = list(batches(num_devices, num_steps=num_steps, is_weighted=is_weighted))
         self.pooled: dict[str, tuple[PooledStack, ...]] = {}
         if pooled:
             fqn, collection = next(iter(collections_in(self.model)))

@@ -6,6 +6,7 @@ from collections.abc import Callable, Iterator, Sequence
 
 import numpy as np
 import pytest
+import torch
 
 from torchrec_tpu.sparsecore.aot import adapter, lowering
 
@@ -133,6 +134,24 @@ def test_twenty_steps_equal_the_cpu(num_devices: int, optimizer: str) -> None:
     with Emulator(program) as emulator:
         differences = assert_equal(twin.run(program, emulator), twin.train())
     print(f"{num_devices} devices, {optimizer}: largest difference", max(differences.values()))
+
+
+def sums(layout: Layout, num_devices: int) -> list[PooledStack]:
+    """Tables whose ids travel without gains."""
+    halves: list[Rectangle] = [("user", 1, 0, 333, 0), ("city", 0, 0, 40, 0)]
+    return [dataclasses.replace(stack_of(layout, num_devices, 16, halves), is_weighted=False)]
+
+
+@pytest.mark.slow
+def test_ids_that_a_bag_has_twice_count_twice_without_gains_too() -> None:
+    twin = Twin(OPTIMIZERS["adagrad"], num_devices=2, num_steps=4, pooled=sums, is_weighted=False)
+    cities = [batch.sparse["city"] for step in twin.steps for batch in step]
+    bags = [bag for kjt in cities for bag in torch.split(kjt.values(), kjt.lengths().tolist())]
+    assert any(len(bag) > len(set(bag.tolist())) for bag in bags)
+    program = twin.program()
+    assert twin.pooled["ebc"][0].words_per_id == 2
+    with Emulator(program) as emulator:
+        assert_equal(twin.run(program, emulator), twin.train())
 
 
 @pytest.mark.slow
