@@ -296,11 +296,7 @@ class FusedEmbeddingOptimizer(FusedOptimizer):
             state = self.state.pop(old) | (slots if self._on_device is not None else {})
             if device is not None:
                 state = {
-                    name: value.to("meta")
-                    if name in slots
-                    else torch.zeros((), dtype=value.dtype)
-                    if value.is_meta
-                    else value
+                    name: value.to("meta") if name in slots else _step_on_host(value)
                     for name, value in state.items()
                 }
             else:
@@ -353,6 +349,11 @@ def new_group(spec: OptimizerSpec) -> dict[str, Any]:
     given = {"lr": spec.lr, "weight_decay": spec.weight_decay, **dict(spec.hyper)}
     hyper = {name: given[name] for name in spec.rule.hyper}
     return {"params": [], **hyper, "max_gradient": spec.max_gradient}
+
+
+def _step_on_host(step: Tensor) -> Tensor:
+    """A table's number of updates; none, where it has no value yet."""
+    return torch.zeros_like(step, device="cpu") if step.is_meta else step
 
 
 def _filled(shape: tuple[int, ...], value: float, device: torch.device) -> Tensor:
