@@ -52,7 +52,9 @@ class _Columns:
         """New (row, *slots) of the touched rows."""
         local = optimizer.local
         arrays = [local.weight(self.name).detach(), *local.slots(self.name)]
-        row, *slots = (array.numpy()[self.gradient.rows] for array in arrays)
+        row, *slots = (
+            array.numpy()[self.gradient.rows].astype(np.float32, copy=False) for array in arrays
+        )
         return rules.apply(
             optimizer.spec(self.table).rule,
             self.gradient.sums.numpy(),

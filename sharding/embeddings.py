@@ -9,10 +9,11 @@ Legend: B batch size, F features, V num_embeddings, D embedding_dim, N_f ids of 
 
 from __future__ import annotations
 
+from abc import abstractmethod
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
-from typing import Any, Literal, Self, TypedDict, Unpack
+from typing import Any, Generic, Literal, Self, TypedDict, TypeVar, Unpack
 
 import torch
 import torch.distributed
@@ -53,6 +54,8 @@ from torchrec_tpu.sparsecore.layout import Combiner, Layout, Table
 from torchrec_tpu.sparsecore.optimizers import OptimizerSpec, adagrad
 from torchrec_tpu.sparsecore.preprocess import IdPolicy, Preprocessor
 from torchrec_tpu.sparsecore.stacking import make_layout
+
+SourceT = TypeVar("SourceT", bound=EmbeddingBagCollection | EmbeddingCollection)
 
 Stacks = Literal["auto", "none"] | Sequence[Sequence[str]]
 
@@ -141,13 +144,39 @@ def _versions(*tensors: Tensor | None) -> tuple[int, ...]:
     return tuple(0 if t is None or t.is_inference() else t._version for t in tensors)
 
 
-class _Collection(FusedOptimizerModule, nn.Module):
+class _Collection(FusedOptimizerModule, nn.Module, Generic[SourceT]):
     """What pooled and sequence collections share: layout, batches, lookup, optimizer."""
 
     _tables_name: str  # attribute that holds the tables, as in TorchRec
     _replacement: _Replacement | None = None
     _on_device: DeviceTables | None = None  # where the tables are, when not in the parameters
     _combiner: Callable[[Any], Combiner]
+
+    @classmethod
+    def from_torchrec(
+        cls,
+        collection: SourceT,
+        *,
+        optimizer: OptimizerSpec | Mapping[str, OptimizerSpec],
+        **options: Unpack[Options],
+    ) -> Self:
+        """A collection that shares its tables, parameter by parameter, with TorchRec's.
+
+        The source stays usable; once it is not used any more, `fused_optimizer.mark_parameters()`
+        tells TorchRec that the tables need no other optimizer. `swap_embeddings` does all of it.
+        """
+        self = cls.__new__(cls)
+        self._adopt(collection, optimizer, **options)
+        return self
+
+    @abstractmethod
+    def _adopt(
+        self,
+        source: SourceT,
+        optimizer: OptimizerSpec | Mapping[str, OptimizerSpec],
+        **options: Unpack[Options],
+    ) -> None:
+        """Becomes a collection with the tables of `source`."""
 
     def _set_up(
         self,
@@ -453,7 +482,8 @@ class _Collection(FusedOptimizerModule, nn.Module):
 
     def _to_device(self, device: torch.device) -> None:
         """Moves tables and their state into device form; their parameters become shapes."""
-        optimizer, weights = self._optimizer, self._weights()
+        weights: dict[str, nn.Parameter] = self._weights()
+        optimizer: FusedEmbeddingOptimizer = self._optimizer
         if half := [name for name, w in weights.items() if w.dtype is not torch.float32]:
             raise TableError(
                 f"tables {half} are float16, and SparseCores look up and update float32 tables: "
@@ -499,7 +529,9 @@ class _Collection(FusedOptimizerModule, nn.Module):
         return f"{self._layout!r}\noptimizer: {', '.join(specs)}"
 
 
-class SparseCoreEmbeddingBagCollection(_Collection, EmbeddingBagCollectionInterface):
+class SparseCoreEmbeddingBagCollection(
+    _Collection[EmbeddingBagCollection], EmbeddingBagCollectionInterface
+):
     """Pooled embeddings of several tables: TorchRec's `EmbeddingBagCollection` with its optimizer.
 
     Parameters are `embedding_bags.<table>.weight`, (V, D). Under the same seed they start with the
@@ -544,23 +576,6 @@ class SparseCoreEmbeddingBagCollection(_Collection, EmbeddingBagCollectionInterf
         )
         self._adopt(source, optimizer or adagrad(), **options)
         self._optimizer.mark_parameters()
-
-    @classmethod
-    def from_torchrec(
-        cls,
-        collection: EmbeddingBagCollection,
-        *,
-        optimizer: OptimizerSpec | Mapping[str, OptimizerSpec],
-        **options: Unpack[Options],
-    ) -> Self:
-        """A collection that shares its tables, parameter by parameter, with TorchRec's.
-
-        The source stays usable; once it is not used any more, `fused_optimizer.mark_parameters()`
-        tells TorchRec that the tables need no other optimizer. `swap_embeddings` does all of it.
-        """
-        self = cls.__new__(cls)
-        self._adopt(collection, optimizer, **options)
-        return self
 
     def _adopt(
         self,
@@ -615,7 +630,7 @@ class SparseCoreEmbeddingBagCollection(_Collection, EmbeddingBagCollectionInterf
         _reset(self._configs, self._weights(), self._on_device)
 
 
-class SparseCoreEmbeddingCollection(_Collection, EmbeddingCollectionInterface):
+class SparseCoreEmbeddingCollection(_Collection[EmbeddingCollection], EmbeddingCollectionInterface):
     """Embeddings of sequences: TorchRec's `EmbeddingCollection` with its optimizer.
 
     Parameters are `embeddings.<table>.weight`, (V, D), the same D for all tables. Under the same
@@ -660,23 +675,6 @@ class SparseCoreEmbeddingCollection(_Collection, EmbeddingCollectionInterface):
         )
         self._adopt(source, optimizer or adagrad(), **options)
         self._optimizer.mark_parameters()
-
-    @classmethod
-    def from_torchrec(
-        cls,
-        collection: EmbeddingCollection,
-        *,
-        optimizer: OptimizerSpec | Mapping[str, OptimizerSpec],
-        **options: Unpack[Options],
-    ) -> Self:
-        """A collection that shares its tables, parameter by parameter, with TorchRec's.
-
-        The source stays usable; once it is not used any more, `fused_optimizer.mark_parameters()`
-        tells TorchRec that the tables need no other optimizer. `swap_embeddings` does all of it.
-        """
-        self = cls.__new__(cls)
-        self._adopt(collection, optimizer, **options)
-        return self
 
     def _adopt(
         self,
@@ -886,7 +884,7 @@ def _reset(
 
 
 def _read_from_device(
-    module: _Collection,
+    module: _Collection[Any],
     state_dict: dict[str, Any],
     prefix: str,
     local_metadata: dict[str, Any],  # noqa: ARG001
@@ -899,7 +897,7 @@ def _read_from_device(
 
 
 def _write_to_device(
-    module: _Collection,
+    module: _Collection[Any],
     state_dict: dict[str, Any],
     prefix: str,
     local_metadata: dict[str, Any],  # noqa: ARG001

@@ -30,7 +30,7 @@ from torchrec_tpu.sharding.sharded import (
     ShardedSparseCoreEmbeddingBagCollection,
     ShardedSparseCoreEmbeddingCollection,
 )
-from torchrec_tpu.sparsecore.errors import OptimizerError
+from torchrec_tpu.sparsecore.errors import OptimizerError, TableError
 from torchrec_tpu.sparsecore.optimizers import OptimizerSpec
 from torchrec_tpu.sparsecore.preprocess import IdPolicy
 
@@ -119,7 +119,7 @@ class SparseCoreSharder(BaseEmbeddingSharder[ModuleT], Generic[ModuleT]):
         module: ModuleT,
         params: dict[str, ParameterSharding],
         env: ShardingEnv,
-        device: torch.device | None = None,  # noqa: ARG002
+        device: torch.device | None = None,
         module_fqn: str | None = None,
     ) -> Any:
         """The collection with its tables where the plan says. A collective.
@@ -127,8 +127,9 @@ class SparseCoreSharder(BaseEmbeddingSharder[ModuleT], Generic[ModuleT]):
         Raises:
             PlacementError: the plan leaves tables out, or places them as no collection can.
             OptimizerError: a table has no optimizer, or one that has no fused update here.
-            TableError: a table has another dtype or kind.
+            TableError: a table has another dtype or kind, or is wanted on a device.
         """
+        _check_device(module, device, module_fqn)
         options: dict[str, Any] = {
             "id_policy": "error",
             "num_threads": threads_of_rank(env.world_size),
@@ -189,6 +190,20 @@ class SparseCoreSharder(BaseEmbeddingSharder[ModuleT], Generic[ModuleT]):
 def _weights(module: nn.Module) -> dict[str, nn.Parameter]:
     name = "embedding_bags" if hasattr(module, "embedding_bags") else "embeddings"
     return weights_of(getattr(module, name))
+
+
+def _check_device(module: nn.Module, device: torch.device | None, module_fqn: str | None) -> None:
+    """Refuses what sharded collections cannot do yet: tables that are not in a rank's memory."""
+    devices = {torch.device("cpu") if device is None else device}
+    if isinstance(module, SparseCoreEmbeddingBagCollection | SparseCoreEmbeddingCollection):
+        devices.add(module.device)
+    if elsewhere := sorted(str(d) for d in devices if d.type not in ("cpu", "meta")):
+        raise TableError(
+            f"{module_fqn or type(module).__name__}: sharded tables are in the memory of their "
+            f"rank's host, and there is no lookup of exchanged ids on {', '.join(elsewhere)}: use "
+            "DistributedModelParallel(device=torch.device('cpu')). For a step that is compiled for "
+            "a slice see torchrec_tpu.aot, which takes the same plan"
+        )
 
 
 def threads_of_rank(world_size: int) -> int:

@@ -7,6 +7,7 @@ import torch
 from torch import Tensor, nn
 from torchrec import EmbeddingBagConfig, EmbeddingConfig, KeyedJaggedTensor, PoolingType
 from torchrec.distributed.types import EmbeddingModuleShardingPlan, ShardingPlan
+from torchrec.modules.embedding_configs import DataType
 from torchrec.modules.embedding_modules import EmbeddingBagCollection, EmbeddingCollection
 
 from torchrec_tpu import adagrad, adam, rowwise_adagrad, sgd
@@ -98,6 +99,7 @@ class Case:
     own_wrapper: bool = True  # DataParallel, not TorchRec's
     as_dtensor: bool = False
     varies_per_key: bool = False
+    is_half: bool = False  # float16 tables
 
     def __str__(self) -> str:
         return self.name
@@ -146,6 +148,10 @@ CASES = [
     Case(name="our sequences", is_ours=True, is_sequence=True),
     Case(name="TorchRec's data parallel", own_wrapper=False, optimizer=OPTIMIZERS["adagrad"]),
     Case(name="DTensors", as_dtensor=True, optimizer=OPTIMIZERS["rowwise_adagrad"]),
+    *(
+        Case(name=f"float16, {rule}", is_half=True, optimizer=OPTIMIZERS[rule])
+        for rule in ("adagrad", "rowwise_adagrad")
+    ),
     Case(name="a batch size per key", varies_per_key=True, optimizer=OPTIMIZERS["adagrad"]),
     Case(name="sequences, a batch size per key", varies_per_key=True, is_sequence=True),
 ]
@@ -192,12 +198,15 @@ def make_model(case: Case, device: str = "cpu") -> Model:
     torch.manual_seed(11)
     where = torch.device(device)
     sparse: nn.Module
+    data_type = DataType.FP16 if case.is_half else DataType.FP32
     if case.is_sequence:
         sparse = EmbeddingCollection(tables=list(SEQUENCES), device=where)
         width = 8
     else:
         sparse = EmbeddingBagCollection(
-            tables=list(BAGS), is_weighted=case.is_weighted, device=where
+            tables=[replace(config, data_type=data_type) for config in BAGS],
+            is_weighted=case.is_weighted,
+            device=where,
         )
         width = sum(c.embedding_dim * len(c.feature_names) for c in BAGS)
     if case.frozen:

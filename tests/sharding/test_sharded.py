@@ -38,6 +38,7 @@ from torchrec_tpu.sparsecore.errors import (
     OptimizerError,
     PeerBatchError,
     PlacementError,
+    TableError,
 )
 
 # ------------------------------------------------------------------------------------ one process
@@ -362,13 +363,18 @@ def plans_that_do_not_fit_are_refused(rank: int) -> None:
     ).to_parameter_sharding(WORLD_SIZE + 1)
     with pytest.raises(PlacementError, match=r"on ranks \[2\], there are 2"):
         make_dmp_with(plan)
+    with pytest.raises(TableError, match=r"sparse: sharded tables are .* on cuda:0"):
+        make_dmp_with(make_plan(PLAIN, "sparse"), "cuda:0")
 
 
-def make_dmp_with(plan: Any) -> Any:
+def make_dmp_with(plan: Any, device: str = "cpu") -> Any:
     from torchrec.distributed.model_parallel import DistributedModelParallel
 
     return DistributedModelParallel(
-        make_model(PLAIN), plan=plan, sharders=torchrec_tpu.sharders(optimizer=PLAIN.optimizer)
+        make_model(PLAIN),
+        plan=plan,
+        device=torch.device(device),
+        sharders=torchrec_tpu.sharders(optimizer=PLAIN.optimizer),
     )
 
 
