@@ -38,7 +38,7 @@ from torchrec_tpu.sharding.checkpoint.state import (
 from torchrec_tpu.sharding.checkpoint.storage import (
     BlockSaver,
     BoxLoader,
-    Path_,
+    KeyPath,
     Reader,
     Writer,
     keys_in,
@@ -127,7 +127,7 @@ def save_checkpoint(
     if keep < 1:
         raise ValueError(f"keep={keep} must be at least 1")
     team = team_of(group, deadline_seconds=deadline_seconds)
-    state: dict[Path_, Any] = {}
+    state: dict[KeyPath, Any] = {}
     tables: dict[str, TableFacts] = {}
     with _jointly(team):
         own = {"state": rank_state, "rng": rng_state() if rng else None}
@@ -283,7 +283,7 @@ def _jointly(team: Team) -> Iterator[None]:
     team.agree(failure)
 
 
-def _write(draft: Path, state: Mapping[Path_, Any], team: Team) -> list[files.FileRecord]:
+def _write(draft: Path, state: Mapping[KeyPath, Any], team: Team) -> list[files.FileRecord]:
     """Writes everything, on every rank; the records of all files on all ranks.
 
     These are the steps of `torch.distributed.checkpoint.save`, with collectives that name the rank
@@ -344,7 +344,8 @@ def _choose(root: Path, step: int | None) -> Path:
     found = files.published(root)
     for draft in files.torn(root):
         warnings.warn(
-            f"{draft}: torn, a crash interrupted this save; it is ignored, and removed at the next",
+            f"{draft}: torn, a crash interrupted this save (or a job is at it right now); it is "
+            "ignored, and removed at the next save",
             stacklevel=4,
         )
     chosen = [c for c in found if step is None or c.step == step]

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import hashlib
 import io
-import math
 import os
 import pickle
 from collections import defaultdict
@@ -54,7 +53,7 @@ from torchrec_tpu.sparsecore.errors import DamagedCheckpointError
 BLOCK_BYTES: Final = 16 << 20
 """Rows of a table are written and read in blocks of about this many bytes."""
 
-Path_ = tuple[str, ...]
+KeyPath = tuple[str, ...]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -107,7 +106,7 @@ class BlockSaver(DefaultSavePlanner):
         planner_data: what else the checkpoint's metadata shall say.
     """
 
-    def __init__(self, paths: Mapping[str, Path_], planner_data: Mapping[str, Any]) -> None:
+    def __init__(self, paths: Mapping[str, KeyPath], planner_data: Mapping[str, Any]) -> None:
         super().__init__(flatten_state_dict=False, flatten_sharded_tensors=False)
         self._planner_data = {**paths, **planner_data}
         self._blocks: dict[MetadataIndex, Tensor] = {}
@@ -414,8 +413,3 @@ def keys_in(metadata: Metadata, file: str) -> list[str]:
     return sorted(
         {index.fqn for index, info in metadata.storage_data.items() if info.relative_path == file}
     )
-
-
-def volume(metadata: TensorStorageMetadata) -> int:
-    """Elements of a stored tensor."""
-    return math.prod(metadata.size)

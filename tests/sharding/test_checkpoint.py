@@ -562,7 +562,13 @@ DEATHS = {
 }
 
 
-@pytest.mark.parametrize("moment", DEATHS)
+@pytest.mark.parametrize(
+    "moment",
+    [
+        pytest.param(m, marks=() if m in ("in the data", "before the rename") else pytest.mark.slow)
+        for m in DEATHS
+    ],
+)
 def test_killed_while_saving(moment: str, tmp_path: Path) -> None:
     death, newest_step = DEATHS[moment]
     script = SAVE_AND_DIE.format(
