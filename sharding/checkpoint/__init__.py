@@ -34,6 +34,7 @@ from torchrec_tpu.sharding.checkpoint.state import (
     table_name,
     tables_of,
     unwrapped,
+    write_to_device,
 )
 from torchrec_tpu.sharding.checkpoint.storage import (
     BlockSaver,
@@ -220,6 +221,7 @@ def load_checkpoint(
         if not manifest and (problems := missing_bytes(path, metadata)):
             raise DamagedCheckpointError(_explain_damage(path, problems))
         of_model = model_state(model)
+        parameters = optimized(model, optimizers) if with_optimizer else {}
         tables = tables_of(model, of_model)
         contents = Contents.of(metadata, {name: t.size for name, t in tables.items()})
         restoration = plan_restoration(
@@ -227,7 +229,7 @@ def load_checkpoint(
             metadata,
             of_model,
             tables,
-            optimized(model, optimizers) if with_optimizer else {},
+            parameters,
             saved_tables=manifest.get("tables", {}),
             strict=strict,
             read_objects=lambda keys: _read(reader, metadata, BoxLoader((), keys)),
@@ -235,6 +237,7 @@ def load_checkpoint(
     with _jointly(team):  # from here on values change
         _read(reader, metadata, BoxLoader(restoration.requests))
         restoration.finish()
+        write_to_device(model, of_model, parameters)
         if restoration.extra:
             unwrapped(model).load_state_dict(restoration.extra, strict=False)
 

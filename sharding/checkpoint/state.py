@@ -20,6 +20,7 @@ from torchrec.optim.fused import FusedOptimizer, FusedOptimizerModule
 from torchrec.optim.keyed import CombinedOptimizer, KeyedOptimizer
 
 from torchrec_tpu.sharding.checkpoint.storage import blocks_of
+from torchrec_tpu.sharding.embeddings import SparseCoreCollection
 from torchrec_tpu.sharding.optimizer import FusedEmbeddingOptimizer
 from torchrec_tpu.sharding.sharded_optimizer import ShardedEmbeddingOptimizer
 from torchrec_tpu.sparsecore.errors import CheckpointError
@@ -54,16 +55,20 @@ class Optimized:
         parameter: key of `optimizer.state`.
         group: of the parameter; live.
         table: its name, when the parameter is an embedding table.
+        copies: its state when that is on a device, where it has another form.
     """
 
     optimizer: torch.optim.Optimizer
     parameter: Any
     group: MutableMapping[str, Any]
     table: str | None
+    copies: Mapping[str, Any] | None = None
 
     @property
     def state(self) -> Mapping[str, Any]:
-        """Live; empty before the first step of some optimizers."""
+        """Live, or copies; empty before the first step of some optimizers."""
+        if self.copies is not None:
+            return self.copies
         state: Mapping[Any, Mapping[str, Any]] = self.optimizer.state
         return state.get(self.parameter, {})
 
@@ -182,6 +187,7 @@ def _add(
         named: Mapping[str, Any] = leaf.params if isinstance(leaf, KeyedOptimizer) else {}
         keys = {id(p): _join(_join(prefix, inner), key) for key, p in named.items()}
         groups = {id(p): group for group in leaf.param_groups for p in group["params"]}
+        copies = _copies_from_device(leaf)
         in_groups = (p for group in leaf.param_groups for p in group["params"])
         parameters = {id(p): p for p in (*in_groups, *named.values(), *leaf.state)}
         for identity, parameter in parameters.items():
@@ -201,6 +207,7 @@ def _add(
                 parameter=parameter,
                 group=groups.get(identity, {"params": [parameter]}),
                 table=table_name(name),
+                copies=next((copies.get(k) for k, p in named.items() if p is parameter), None),
             )
             if name in found:
                 if not entry.state:
@@ -208,6 +215,34 @@ def _add(
                 raise CheckpointError(f"{name!r} has state in two optimizers")
             seen.add(identity)
             found[name] = entry
+
+
+def _copies_from_device(optimizer: torch.optim.Optimizer) -> Mapping[str, Mapping[str, Any]]:
+    """By parameter name: state of tables on a device, as copies; see `write_to_device`."""
+    if not isinstance(optimizer, FusedEmbeddingOptimizer) or not any(
+        value.is_meta for state in optimizer.state.values() for value in state.values()
+    ):
+        return {}
+    copies: Mapping[str, Mapping[str, Any]] = optimizer.state_dict()["state"]
+    return copies
+
+
+def write_to_device(
+    model: nn.Module, state: Mapping[str, Any], parameters: Mapping[str, Optimized]
+) -> None:
+    """Takes the copies that `model_state` and `optimized` gave of tables on a device back there."""
+    for fqn, module in unwrapped(model).named_modules():
+        if isinstance(module, SparseCoreCollection) and module.device.type not in ("cpu", "meta"):
+            names = module.state_dict().keys()
+            module.load_state_dict({name: state[_join(fqn, name)] for name in names})
+    copies: dict[int, tuple[FusedEmbeddingOptimizer, dict[str, Any]]] = {}
+    for entry in parameters.values():
+        if entry.copies is not None and isinstance(entry.optimizer, FusedEmbeddingOptimizer):
+            key = next(k for k, p in entry.optimizer.params.items() if p is entry.parameter)
+            _, of_optimizer = copies.setdefault(id(entry.optimizer), (entry.optimizer, {}))
+            of_optimizer[key] = entry.copies
+    for optimizer, of_optimizer in copies.values():
+        optimizer.load_state_dict({"state": of_optimizer})
 
 
 def _fused(model: nn.Module) -> Iterator[tuple[str, KeyedOptimizer]]:

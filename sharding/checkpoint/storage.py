@@ -215,7 +215,13 @@ class Writer(FileSystemWriter):
     """DCP's writer: one synced file a rank, hashed on the way."""
 
     def __init__(self, path: Path) -> None:
-        super().__init__(path, single_file_per_rank=True, sync_files=True, overwrite=False)
+        super().__init__(
+            path,
+            single_file_per_rank=True,
+            sync_files=True,
+            per_thread_copy_ahead=0,  # no streams: a block at a time, and most are here already
+            overwrite=False,
+        )
         self.fs = self._hashing = _Hashing()
 
     @property

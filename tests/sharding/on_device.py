@@ -3,6 +3,7 @@
 import copy
 import io
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -24,6 +25,7 @@ from twin import (
     train,
 )
 
+from torchrec_tpu import load_checkpoint, save_checkpoint
 from torchrec_tpu.aot import recipe_batches
 from torchrec_tpu.api import calibrate, prepare
 from torchrec_tpu.placement import Placement
@@ -177,6 +179,18 @@ def test_state_dicts_are_logical_and_are_loaded_on_either_side() -> None:
     assert_same_bits(contents(trained), wanted)
     assert not torch.equal(contents(again)["embedding_bags.users.weight"],
                            wanted["embedding_bags.users.weight"])  # fmt: skip
+
+
+@pytest.mark.parametrize("kind", [pooled, sequence])
+def test_checkpoints_go_between_devices(kind: Any, tmp_path: Path) -> None:
+    spec = SPECS["adagrad"]
+    trained = collection(kind, spec).to("tpu")
+    train_here(trained, KJTS)
+    save_checkpoint(tmp_path, nn.Sequential(trained), step=1)
+    for device in ("tpu", "cpu"):
+        other = nn.Sequential(collection(kind, spec)).to(device)
+        load_checkpoint(tmp_path, other)
+        assert_same_bits(contents(other[0]), contents(trained))
 
 
 def test_a_state_dict_that_does_not_fit_is_refused() -> None:
