@@ -30,6 +30,7 @@ from torchrec_tpu.sharding import cost
 from torchrec_tpu.sharding.cost import Option, Step, TableLoad
 from torchrec_tpu.sharding.lookups import Lookups
 from torchrec_tpu.sharding.models import dense_parameters, spec_of
+from torchrec_tpu.sharding.search import HBM_SHARE
 from torchrec_tpu.sharding.topology import TpuTopology
 from torchrec_tpu.sparsecore.layout import Combiner, Table
 
@@ -128,9 +129,10 @@ class TpuStorageReservation(StorageReservation):
         share: of the HBM that may be used at all.
     """
 
-    def __init__(self, *, dense_row_slots: int = 1, share: float = 0.97) -> None:
+    def __init__(self, *, dense_row_slots: int = 1, share: float = HBM_SHARE) -> None:
         self._dense_row_slots = dense_row_slots
         self._share = share
+        self._percentage = 1 - share  # torchrec 1.8.0 prints it when tables do not fit
         self._last: Topology | None = None
 
     def reserve(

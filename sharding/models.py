@@ -64,11 +64,12 @@ def tables_in(model: nn.Module, sharders: Sequence[ModuleSharder[nn.Module]]) ->
     for fqn, module, sharder in _sharded_modules(model, sharders):
         shardable = sharder.shardable_parameters(module)
         fused_params = getattr(sharder, "fused_params", None) or {}
+        asked = getattr(sharder, "optimizer", None)
         is_weighted = isinstance(module, EmbeddingBagCollectionInterface) and module.is_weighted()
         for config in _configs(fqn, module):
             if config.name not in shardable:
                 continue
-            spec = spec_of(config.name, module, shardable[config.name], fused_params)
+            spec = spec_of(config.name, module, shardable[config.name], fused_params, asked)
             found.append(
                 Found(
                     module=fqn,
@@ -108,7 +109,11 @@ def _configs(fqn: str, module: nn.Module) -> Sequence[BaseEmbeddingConfig]:
 
 
 def spec_of(
-    table: str, module: nn.Module, weight: Tensor, fused_params: Mapping[str, Any]
+    table: str,
+    module: nn.Module,
+    weight: Tensor,
+    fused_params: Mapping[str, Any],
+    optimizer: OptimizerSpec | Mapping[str, Any] | None = None,
 ) -> OptimizerSpec | None:
     """The optimizer of a table, from wherever TorchRec users say it; None when it is frozen.
 
@@ -117,6 +122,7 @@ def spec_of(
         module: its collection.
         weight: its parameter.
         fused_params: of the collection's sharder.
+        optimizer: of one of this package's sharders: a spec for all tables, or specs by name.
     """
     if isinstance(own := getattr(module, "table_optimizers", None), Mapping):
         spec: OptimizerSpec | None = own[table]
@@ -125,6 +131,10 @@ def spec_of(
         return None
     if classes := getattr(weight, "_optimizer_classes", None):
         return spec_from_class(classes[0], getattr(weight, "_optimizer_kwargs", [{}])[0])
+    if isinstance(optimizer, Mapping):
+        optimizer = optimizer.get(table)
+    if isinstance(optimizer, OptimizerSpec):
+        return optimizer
     return spec_from_fused_params(fused_params)
 
 

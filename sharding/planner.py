@@ -19,6 +19,7 @@ from torchrec_tpu.sharding.lookups import Lookups
 from torchrec_tpu.sharding.models import Found, dense_parameters, tables_in
 from torchrec_tpu.sharding.plan import SparseCorePlan
 from torchrec_tpu.sharding.search import HBM_SHARE, PlanError, make_plan
+from torchrec_tpu.sharding.sharders import sharders as make_sharders
 from torchrec_tpu.sharding.topology import TpuTopology
 
 DEFAULT_EXPONENT: Final = 1.05
@@ -102,8 +103,10 @@ class TpuEmbeddingShardingPlanner(EmbeddingShardingPlanner):
         self._dense_row_slots = dense_row_slots
         self._max_widths = max_widths
 
-    def plan(self, module: nn.Module, sharders: list[ModuleSharder[nn.Module]]) -> ShardingPlan:
-        """The plan of every table whose module has a sharder.
+    def plan(
+        self, module: nn.Module, sharders: list[ModuleSharder[nn.Module]] | None = None
+    ) -> ShardingPlan:
+        """The plan of every table whose module has a sharder; ours when None.
 
         Raises:
             PlanError: the tables do not fit, or there are none.
@@ -120,18 +123,20 @@ class TpuEmbeddingShardingPlanner(EmbeddingShardingPlanner):
         if pg is None:
             pg = dist.distributed_c10d._get_default_group()
         found: SparseCorePlan = invoke_on_rank_and_broadcast_result(
-            pg, 0, self.plan_tables, module, sharders or []
+            pg, 0, self.plan_tables, module, sharders
         )
         return self._answer(module, found)
 
     def plan_tables(
-        self, module: nn.Module, sharders: Sequence[ModuleSharder[nn.Module]]
+        self, module: nn.Module, sharders: Sequence[ModuleSharder[nn.Module]] | None = None
     ) -> SparseCorePlan:
         """The plan itself, without a word of TorchRec.
 
         Raises:
             PlanError: as of `plan`.
         """
+        if sharders is None:
+            sharders = make_sharders()
         loads, fixed = [], {}
         for found in tables_in(module, sharders):
             loads.append(self._load(found))

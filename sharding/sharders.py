@@ -114,6 +114,11 @@ class SparseCoreSharder(BaseEmbeddingSharder[ModuleT], Generic[ModuleT]):
         """What it shards."""
         return self._module_type
 
+    @property
+    def optimizer(self) -> Optimizers | None:
+        """What was asked for: of tables that have none of their own."""
+        return self._optimizer
+
     def shard(
         self,
         module: ModuleT,

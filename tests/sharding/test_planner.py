@@ -11,13 +11,15 @@ import numpy as np
 import pytest
 import torch
 from planned import load_of, loads_of_sizes
-from torch import nn
+from torch import Tensor, nn
 from torchrec import (
     EmbeddingBagCollection,
     EmbeddingBagConfig,
     EmbeddingCollection,
     EmbeddingConfig,
+    KeyedJaggedTensor,
 )
+from torchrec.distributed import DistributedModelParallel
 from torchrec.distributed.embedding import EmbeddingCollectionSharder
 from torchrec.distributed.embeddingbag import EmbeddingBagCollectionSharder
 from torchrec.distributed.planner import EmbeddingShardingPlanner
@@ -25,6 +27,7 @@ from torchrec.distributed.planner.enumerators import EmbeddingEnumerator
 from torchrec.distributed.planner.types import ParameterConstraints, PlannerError
 from world import run_world
 
+import torchrec_tpu
 from torchrec_tpu.sharding.cost import Step, Way
 from torchrec_tpu.sharding.estimators import TpuShardEstimator, TpuStorageReservation
 from torchrec_tpu.sharding.lookups import Lookups
@@ -395,24 +398,47 @@ def test_a_model_without_sharded_modules_is_refused() -> None:
         planner.plan_tables(nn.Linear(2, 2), SHARDERS)
 
 
-def _plan_together(rank: int, world_size: int) -> tuple[Any, str]:
-    topology = TpuTopology(world_size=world_size, chip="v7x", compute_device="cpu")
-    planner = TpuEmbeddingShardingPlanner(
-        topology=topology,
-        batch_size=64 + 0 * rank,
-        constraints={"a": ParameterConstraints(pooling_factors=[30.0])},
+def _plan_together(rank: int, world_size: int) -> tuple[dict[str, str], str, Tensor]:
+    """Plans, shards and makes one step; the loss of every rank is that of one table lookup."""
+    model = nn.ModuleDict({"bags": bags({"a": (5000, 64), "b": (300, 16), "c": (3, 16)})})
+    model["bags"] = EmbeddingBagCollection(
+        tables=model["bags"].embedding_bag_configs(), device=torch.device("meta")
     )
-    sharding = planner.collective_plan(bags({"a": (5000, 64), "b": (3, 16)}), SHARDERS)
+    sharders = torchrec_tpu.sharders(optimizer=torchrec_tpu.sgd(lr=1.0))
+    planner = TpuEmbeddingShardingPlanner(
+        TpuTopology(world_size=world_size, chip="v7x", compute_device="cpu"),
+        batch_size=4,
+        constraints={
+            "a": ParameterConstraints(sharding_types=["column_wise"], pooling_factors=[30.0]),
+            "b": ParameterConstraints(sharding_types=["row_wise"]),
+            "c": ParameterConstraints(sharding_types=["data_parallel"]),
+        },
+    )
+    sharding = planner.collective_plan(model, sharders)
     assert planner.sparsecore_plan is not None
-    kinds = {name: entry.sharding_type for name, entry in sharding.plan[""].items()}
-    return kinds, planner.sparsecore_plan.to_json()
+    sharded = DistributedModelParallel(
+        model, device=torch.device("cpu"), plan=sharding, sharders=sharders
+    )
+    ids = torch.tensor([7, 8, 9, 2, 1, 0]) + 0 * rank
+    kjt = KeyedJaggedTensor(["a_0", "b_0", "c_0"], ids, lengths=torch.tensor([2, 0, 1, 1, 1, 1]))
+    before = sharded.module["bags"](kjt).values()
+    before.sum().backward()
+    after = sharded.module["bags"](kjt).values().detach()
+    kinds = {name: entry.sharding_type for name, entry in sharding.plan["bags"].items()}
+    return kinds, planner.sparsecore_plan.to_json(), before.detach() - after
 
 
-def test_all_ranks_get_the_plan_of_rank_0() -> None:
-    (kinds, text), other = run_world(_plan_together, 2)
-    assert other == (kinds, text)
-    assert kinds.keys() == {"a", "b"}
-    assert SparseCorePlan.from_json(text).num_devices == 2
+def test_all_ranks_get_the_plan_of_rank_0_and_train_with_it() -> None:
+    (kinds, text, step), other = run_world(_plan_together, 2, deadline=280)
+    assert (other[0], other[1]) == (kinds, text)
+    assert kinds == {"a": "column_wise", "b": "row_wise", "c": "data_parallel"}
+    plan = SparseCorePlan.from_json(text)
+    assert plan.num_devices == 2
+    assert {planned.rule for planned in plan.tables} == {"sgd"}
+    # Each looked-up row had gradient 1 from both ranks, divided by the two: a step of 1 an id.
+    wanted = torch.tensor([[2.0] * 64 + [1.0] * 32, [0.0] * 64 + [1.0] * 32])
+    torch.testing.assert_close(step, wanted, rtol=0, atol=1e-5)
+    torch.testing.assert_close(other[2], wanted, rtol=0, atol=1e-5)
 
 
 # -------------------------------------------------------------------------- TorchRec's own planner
