@@ -298,6 +298,15 @@ class Option:
     hbm_bytes: float = 0.0
 
     @property
+    def sharding_type(self) -> str:
+        """TorchRec's word for it; blocks of rows on some devices are its "table_row_wise"."""
+        if self.way is not Way.POOLED:
+            return {Way.ROWS: "row_wise", Way.REPLICATED: "data_parallel"}[self.way]
+        if self.num_blocks > 1:
+            return "table_row_wise"
+        return "table_wise" if self.num_shards == 1 else "column_wise"
+
+    @property
     def sum_ms(self) -> float:
         """All that a table adds to a step, of whatever resource."""
         return self.links_ms + self.sparsecore_ms + self.tensorcore_ms

@@ -12,7 +12,7 @@ from torchrec.distributed.collective_utils import invoke_on_rank_and_broadcast_r
 from torchrec.distributed.planner import EmbeddingShardingPlanner
 from torchrec.distributed.planner.storage_reservations import FixedPercentageStorageReservation
 from torchrec.distributed.planner.types import ParameterConstraints, PlannerErrorType
-from torchrec.distributed.types import ModuleSharder, ShardingPlan, ShardingType
+from torchrec.distributed.types import ModuleSharder, ShardingPlan
 
 from torchrec_tpu.sharding.cost import Step, TableLoad, Way
 from torchrec_tpu.sharding.lookups import Lookups
@@ -25,15 +25,15 @@ from torchrec_tpu.sharding.topology import TpuTopology
 DEFAULT_EXPONENT: Final = 1.05
 """Skew of ids that is assumed where nothing is known: that of `datasets.Synthetic`."""
 
-_WAYS: Final[Mapping[str, Way]] = {
-    ShardingType.ROW_WISE.value: Way.ROWS,
-    ShardingType.TABLE_ROW_WISE.value: Way.ROWS,
-    ShardingType.TABLE_WISE.value: Way.POOLED,
-    ShardingType.COLUMN_WISE.value: Way.POOLED,
-    ShardingType.TABLE_COLUMN_WISE.value: Way.POOLED,
-    ShardingType.DATA_PARALLEL.value: Way.REPLICATED,
+_TYPES: Final[Mapping[str, str]] = {
+    "row_wise": "row_wise",
+    "table_row_wise": "table_row_wise",
+    "table_wise": "table_wise",
+    "column_wise": "column_wise",
+    "table_column_wise": "column_wise",
+    "data_parallel": "data_parallel",
 }
-"""What a constraint on sharding types allows."""
+"""What a constraint on sharding types allows: one of `Option.sharding_type`."""
 
 
 class TpuEmbeddingShardingPlanner(EmbeddingShardingPlanner):
@@ -137,17 +137,17 @@ class TpuEmbeddingShardingPlanner(EmbeddingShardingPlanner):
         """
         if sharders is None:
             sharders = make_sharders()
-        loads, fixed = [], {}
+        loads, types = [], {}
         for found in tables_in(module, sharders):
             loads.append(self._load(found))
             limits = self._limits.get(found.table.name)
             if limits is not None and limits.sharding_types:
                 try:
-                    fixed[loads[-1].key] = {_WAYS[name] for name in limits.sharding_types}
+                    types[loads[-1].key] = {_TYPES[name] for name in limits.sharding_types}
                 except KeyError as error:
                     raise PlanError(
                         f"constraints of table {found.table.name!r}: sharding type {error} has no "
-                        f"equivalent here; there are {sorted(_WAYS)}",
+                        f"equivalent here; there are {sorted(_TYPES)}",
                         PlannerErrorType.STRICT_CONSTRAINTS,
                     ) from None
         return make_plan(
@@ -159,7 +159,7 @@ class TpuEmbeddingShardingPlanner(EmbeddingShardingPlanner):
             ),
             self._slice,
             ways=self._ways,
-            fixed=fixed,
+            sharding_types=types,
             max_widths=self._max_widths,
         )
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import itertools
 from collections import defaultdict
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Final
 
@@ -94,6 +94,7 @@ def make_plan(
     *,
     ways: Iterable[Way | str] = tuple(Way),
     fixed: Mapping[Key, Iterable[Way | str]] | None = None,
+    sharding_types: Mapping[Key, Collection[str]] | None = None,
     max_widths: int = 1,
 ) -> SparseCorePlan:
     """The placement of tables on a slice with the lowest bound of a step that was found.
@@ -104,6 +105,7 @@ def make_plan(
         target: the slice.
         ways: that may be used. `[Way.ROWS]` is the baseline.
         fixed: (module, table) -> ways of that table alone.
+        sharding_types: (module, table) -> TorchRec's sharding types that may be used for it.
         max_widths: different widths of pooled shards, 1 or 2. Each is a lookup and an update of its
             own in the program.
 
@@ -129,7 +131,7 @@ def make_plan(
             PlannerErrorType.OTHER,
         )
     allowed = frozenset(map(Way, ways))
-    search = _Search(loads, step, target, allowed, fixed or {}, max_widths)
+    search = _Search(loads, step, target, allowed, fixed or {}, sharding_types or {}, max_widths)
     best = search.best()
     baseline = best.cost if allowed == {Way.ROWS} and not fixed else search.all_rows().cost
     return SparseCorePlan(
@@ -185,6 +187,7 @@ class _Search:
         target: Slice,
         ways: frozenset[Way],
         fixed: Mapping[Key, Iterable[Way | str]],
+        sharding_types: Mapping[Key, Collection[str]],
         max_widths: int,
     ) -> None:
         self.loads = {load.key: load for load in loads}
@@ -197,7 +200,17 @@ class _Search:
         self.excluded: dict[Key, tuple[str, ...]] = {}
         for load in loads:
             of_table = frozenset(map(Way, fixed[load.key])) if load.key in fixed else ways
-            self.options[load.key], self.excluded[load.key] = self._options(load, of_table)
+            options, excluded = self._options(load, of_table)
+            if load.key in sharding_types:
+                wanted = sharding_types[load.key]
+                options = tuple(o for o in options if o.sharding_type in wanted)
+                excluded = (*excluded, f"sharding types other than {sorted(wanted)}: constraints")
+            if not options:
+                raise PlanError(
+                    f"table {load.table.name!r}: no way is left. {'; '.join(excluded)}",
+                    PlannerErrorType.STRICT_CONSTRAINTS,
+                )
+            self.options[load.key], self.excluded[load.key] = options, excluded
         self._layouts: dict[tuple[str, frozenset[str]], tuple[Layout, dict[str, Capacity]]] = {}
 
     def _options(

@@ -372,13 +372,18 @@ def test_constraints_on_sharding_types_are_kept() -> None:
     )
     plan = planner.plan_tables(bags({"a": (5000, 64), "b": (3, 16)}), SHARDERS)
     assert plan["a"].chosen.way is Way.ROWS
-    assert plan["b"].chosen.way is Way.POOLED
+    assert plan["b"].chosen.sharding_type in ("column_wise", "table_wise")
+    assert {option.sharding_type for option in plan["a"].considered} == {"row_wise"}
 
 
 @pytest.mark.parametrize(
     ("constraint", "message"),
     [
         (ParameterConstraints(sharding_types=["grid_shard"]), "'grid_shard' has no equivalent"),
+        (
+            ParameterConstraints(sharding_types=["table_row_wise"], pooling_factors=[1.0]),
+            "table 'a': no way is left",
+        ),
         (ParameterConstraints(pooling_factors=[1.0, 2.0, 3.0]), "3 pooling_factors for its 1"),
     ],
 )
