@@ -2,6 +2,7 @@
 
 from collections.abc import Callable
 from dataclasses import dataclass, replace
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -214,8 +215,8 @@ def make_model(case: Case, device: str = "cpu") -> Model:
     return Model(sparse, width, case.is_sequence)
 
 
-def make_plan(case: Case, fqn: str) -> ShardingPlan:
-    configs = SEQUENCES if case.is_sequence else BAGS
+def make_plan(case: Case, fqn: str, tables: Any = None) -> ShardingPlan:
+    configs = tables or (SEQUENCES if case.is_sequence else BAGS)
     return ShardingPlan(
         {
             fqn: EmbeddingModuleShardingPlan(

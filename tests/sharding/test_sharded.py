@@ -12,6 +12,7 @@ from sharded_cases import (
     BAGS,
     CASES,
     OPTIMIZERS,
+    SEQUENCES,
     STEPS,
     WORLD_SIZE,
     Case,
@@ -26,6 +27,7 @@ from sharded_cases import (
 )
 from torch.distributed._shard.sharded_tensor import ShardedTensor
 from torch.distributed.tensor import DTensor
+from torchrec import EmbeddingCollection, KeyedJaggedTensor
 from torchrec.optim.apply_optimizer_in_backward import apply_optimizer_in_backward
 from torchrec.optim.keyed import CombinedOptimizer
 from torchrec.optim.optimizers import in_backward_optimizer_filter
@@ -393,7 +395,33 @@ def dense_gradients_are_averaged(rank: int) -> None:
     assert model.unused.bias.grad is None
 
 
+def bad_ids_are_clamped_or_dropped_and_come_back(rank: int) -> None:
+    from torchrec.distributed.model_parallel import DistributedModelParallel
+
+    config = replace(SEQUENCES[0], feature_names=["f"])
+    case = replace(PLAIN, place=rows, is_sequence=True)
+    for policy, row in (("clamp", 0), ("drop", None)):
+        torch.manual_seed(0)
+        source = EmbeddingCollection(tables=[config], need_indices=True)
+        weight = source.embeddings["users"].weight.detach().clone()
+        dmp = DistributedModelParallel(
+            torch.nn.ModuleDict({"sparse": source}),
+            plan=make_plan(case, "sparse", [config]),
+            sharders=torchrec_tpu.sharders(optimizer=PLAIN.optimizer, id_policy=policy),
+        )
+        ids = torch.tensor([3, 99, 30, 3])
+        result = dmp.module["sparse"](
+            KeyedJaggedTensor(keys=["f"], values=ids, lengths=torch.tensor([1, 3]))
+        )["f"]
+        wanted = weight[ids.clamp(max=36)]
+        wanted[1] = 0 if row is None else weight[row]
+        assert torch.equal(result.values(), wanted)
+        assert torch.equal(result.weights(), ids)
+        assert result.lengths().tolist() == [1, 3]
+
+
 SCENARIOS = (
+    bad_ids_are_clamped_or_dropped_and_come_back,
     meta_tables_are_the_same_in_every_plan,
     two_forwards_before_a_backward,
     inference_changes_nothing,
