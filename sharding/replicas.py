@@ -74,7 +74,7 @@ class Replicas:
             divisor: of the gradient sums.
         """
         self._optimizer.sync()
-        sums = self._sums(grad, buffers, geometry)
+        sums = self._sums(grad, buffers, geometry, divisor)
         for entry in sums:
             entry.sums.div_(divisor)
         rows_of_ranks: list[list[Int32Array]] = [[] for _ in self.names]
@@ -101,8 +101,10 @@ class Replicas:
             (sparse if is_sparse else dense).append(index)
         return sparse, dense
 
-    def _sums(self, grad: Tensor, buffers: Sequence[Tensor], geometry: Geometry) -> list[RowSums]:
-        """Of this rank's batch, by table."""
+    def _sums(
+        self, grad: Tensor, buffers: Sequence[Tensor], geometry: Geometry, divisor: float
+    ) -> list[RowSums]:
+        """Of this rank's batch, by table; limits are those of the divided gradient."""
         stack = buffers[ops.BUFFERS_PER_STACK * self._stack :]
         num_slots = int(stack[0][self._exchange.rank])  # all are in this rank's partition
         tables = [geometry.tables[index] for index in self.indices]
@@ -115,7 +117,7 @@ class Replicas:
                     geometry=table,
                     num_rows=place.rows_per_core,
                     features=geometry.features[table.first_feature :][: table.num_features],
-                    max_gradient=self._optimizer.local.max_gradient(place.table.name),
+                    max_gradient=divisor * self._optimizer.local.max_gradient(place.table.name),
                 )
                 for table, place in zip(tables, self._places, strict=True)
             ],
