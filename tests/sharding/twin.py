@@ -88,6 +88,38 @@ CASES = (
 )
 
 
+def first_state(case: Case, num_embeddings: int, embedding_dim: int) -> dict[str, Tensor]:
+    """torch's optimizer state of one table before the first step."""
+    shape = (num_embeddings, 1 if case.torch_class is RowWiseAdagrad else embedding_dim)
+    slots = {name: torch.full(shape, case.initial) for name in case.slots.values()}
+    return {"step": torch.tensor(0.0), **slots}
+
+
+def step_rows(
+    case: Case,
+    weight: Tensor,
+    grad: Tensor,
+    rows: Tensor,
+    state: dict[str, Tensor],
+    lr: float | None = None,
+) -> None:
+    """One step of torch's optimizer on some rows of a table, in place."""
+    some = nn.Parameter(weight[rows])
+    some.grad = grad[rows]
+    options = dict(case.options) | ({} if lr is None else {"lr": lr})
+    optimizer = case.torch_class([some], **options)
+    optimizer.state[some] = {
+        name: value.clone() if name == "step" else value[rows] for name, value in state.items()
+    }
+    optimizer.step()
+    weight[rows] = some.detach()
+    for name, value in optimizer.state[some].items():
+        if name == "step":
+            state[name] = torch.as_tensor(float(value))
+        elif name in state:
+            state[name][rows] = value
+
+
 class Twin:
     """A TorchRec collection that trains beside a SparseCore one, from the same weights."""
 
@@ -103,13 +135,10 @@ class Twin:
             self.collection = EmbeddingCollection(list(self.configs))
         self.collection.load_state_dict(collection.state_dict())
         self.case = case
-        self.state: dict[str, dict[str, Tensor]] = {}
-        for config in self.configs:
-            shape: tuple[int, ...] = (config.num_embeddings, config.embedding_dim)
-            if case.torch_class is RowWiseAdagrad:
-                shape = (config.num_embeddings, 1)
-            slots = {name: torch.full(shape, case.initial) for name in case.slots.values()}
-            self.state[config.name] = {"step": torch.tensor(0.0), **slots}
+        self.state = {
+            config.name: first_state(case, config.num_embeddings, config.embedding_dim)
+            for config in self.configs
+        }
 
     def weight(self, table: str) -> nn.Parameter:
         tables = (
@@ -124,23 +153,9 @@ class Twin:
         for config in self.configs:
             weight = self.weight(config.name)
             rows = torch.cat([kjt[key].values() for key in config.feature_names]).unique()
-            some = nn.Parameter(weight.detach()[rows])
             assert weight.grad is not None
-            some.grad, weight.grad = weight.grad[rows], None
-            options = dict(self.case.options) | ({} if lr is None else {"lr": lr})
-            optimizer = self.case.torch_class([some], **options)
-            state = self.state[config.name]
-            optimizer.state[some] = {
-                name: value.clone() if name == "step" else value[rows]
-                for name, value in state.items()
-            }
-            optimizer.step()
-            weight.detach()[rows] = some.detach()
-            for name, value in optimizer.state[some].items():
-                if name == "step":
-                    state[name] = torch.as_tensor(float(value))
-                elif name in state:
-                    state[name][rows] = value
+            step_rows(self.case, weight.detach(), weight.grad, rows, self.state[config.name], lr)
+            weight.grad = None
 
 
 def assert_equal_training(ours: SparseCoreCollection, twin: Twin) -> None:
