@@ -79,26 +79,19 @@ CONSTANTS: Final[Mapping[str, Constant]] = MappingProxyType(
             source="SparseCore memory of each local lookup of a pooled table: rows of all ids that "
             "a device has room for; exact for our program, libtpu 0.0.52",
         ),
-        "narrow_update_bytes": Constant(
-            value=2970,
-            unit="B",
+        "update_arrays": Constant(
+            value=1.41,
+            unit="arrays",
             origin="measured",
-            source="TensorCore temporaries of a pooled update for each id that a device has room "
-            "for, where a core has 16 columns: arrays whose rows take 128 lanes; our program, "
-            "libtpu 0.0.52",
-        ),
-        "wide_update_bytes": Constant(
-            value=1370,
-            unit="B",
-            origin="measured",
-            source="the same where a core has 64 columns",
+            source="TensorCore temporaries of a pooled update: rows of all ids that a device has "
+            "room for; our program with Adagrad and 32 columns, libtpu 0.0.52",
         ),
         "pooled_room_seconds": Constant(
-            value=2.3e-9,
+            value=0.36e-9,
             unit="s",
             origin="measured",
             source="TensorCore time of the update of pooled tables for each id that a device has "
-            "room for: 5 of the compiler's cycles (our program, libtpu 0.0.52, DLRM v2) at an "
+            "room for: 0.8 of the compiler's cycles (our program, libtpu 0.0.52, DLRM v2) at an "
             "assumed 2.2 GHz; not in any bound",
         ),
         "pooled_id_passes": Constant(
@@ -762,11 +755,8 @@ def _pooled_memory(
     calls = 1 + (1 + 2 * num_arrays if group.rule is not None else 0)
     vectors = batch * (devices * features.max() + features.sum()) * wide
     hbm["pooled exchange"] += constant("call_buffers") * calls * ids * wide + vectors
-    if group.rule is not None:  # temporaries that were measured for Adagrad, two arrays
-        narrow, broad = constant("narrow_update_bytes"), constant("wide_update_bytes")
-        columns = group.width // target.chip.cores_per_device
-        per_id = float(np.interp(columns, (16, 64), (narrow, broad)))
-        hbm["pooled exchange"] += ids * per_id * num_arrays / 2
+    if group.rule is not None:  # measured for Adagrad, whose table and slot are two arrays
+        hbm["pooled exchange"] += constant("update_arrays") * ids * wide * num_arrays / 2
     return ids
 
 
