@@ -2,7 +2,7 @@
 
     torchrun --nproc-per-node 2 examples/dmp.py
     torchrun --nproc-per-node 4 examples/dmp.py --data criteo --path day_0.gz --batch-size 8192
-    torchrun --nproc-per-node 4 --max-restarts 3 examples/dmp.py --folder runs/dmp
+    torchrun --standalone --nproc-per-node 4 --max-restarts 3 examples/dmp.py --folder runs/dmp
 
 Three lines differ from a job for stock TorchRec; they are marked. With a folder, the job saves
 checkpoints there and goes on from the newest when it is started again: by torchrun after a process

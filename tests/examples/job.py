@@ -22,9 +22,9 @@ JOB = (*SMALL, "--steps=14", "--checkpoint-steps=5")
 
 def torchrun(world_size: int, *command: object) -> str:
     """Runs a job to its end under the elastic agent; returns what it printed."""
-    agent = (sys.executable, "-m", "torch.distributed.run", f"--nproc-per-node={world_size}")
+    agent = (sys.executable, "-m", "torch.distributed.run", "--standalone")
     done = subprocess.run(
-        [*agent, f"--master-port={free_port()}", *map(str, command)],
+        [*agent, f"--nproc-per-node={world_size}", *map(str, command)],
         check=False,
         env=child_environment(),
         stdout=subprocess.PIPE,
