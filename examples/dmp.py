@@ -2,7 +2,7 @@
 
     torchrun --nproc-per-node 2 examples/dmp.py
     torchrun --nproc-per-node 4 examples/dmp.py --data criteo --path day_0.gz --batch-size 8192
-    torchrun --standalone --nproc-per-node 4 --max-restarts 3 examples/dmp.py --folder runs/dmp
+    torchrun --nproc-per-node 4 --max-restarts 3 examples/dmp.py --folder runs/dmp
 
 Three lines differ from a job for stock TorchRec; they are marked. With a folder, the job saves
 checkpoints there and goes on from the newest when it is started again: by torchrun after a process
@@ -23,6 +23,7 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
+from torch.distributed.rendezvous import rendezvous
 from torchrec.datasets.utils import Batch
 from torchrec.distributed import DistributedModelParallel
 from torchrec.distributed.planner.types import ParameterConstraints
@@ -216,10 +217,22 @@ def parser_of(description: str | None) -> argparse.ArgumentParser:
     return parser
 
 
+def join() -> None:
+    """Makes the default process group.
+
+    The store of torchrun's agent outlives the processes that it starts again. Under names of its
+    own, an attempt does not find the addresses of the one before.
+    """
+    store, rank, world_size = next(rendezvous("env://"))
+    attempt = os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")
+    store = dist.distributed_c10d.PrefixStore(f"attempt{attempt}", store)
+    dist.init_process_group("gloo", store=store, rank=rank, world_size=world_size)
+
+
 def main() -> int:
     """One process of the job."""
     options = Options(**vars(parser_of(__doc__).parse_args()))
-    dist.init_process_group("gloo")
+    join()
     try:
         for progress, loss in train(options):
             if dist.get_rank() == 0:
