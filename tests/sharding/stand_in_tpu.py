@@ -9,6 +9,7 @@ synchronises. The calls themselves are made by the same backends as on a TPU.
 import contextlib
 import functools
 import importlib.metadata
+import importlib.util
 import sys
 import types
 from collections.abc import Callable, Iterator, Sequence
@@ -288,6 +289,11 @@ def install() -> None:
         aten.impl(name, functools.partial(run_on_cpu, overload), "PrivateUse1")
     aten.impl("view", lambda tensor, size: DeviceTensor(raw(tensor).reshape(size)), "PrivateUse1")
     _libraries.extend([everything, aten])
+    versions = {"torch_tpu": "0.2.0"}
     sys.modules["torch_tpu"] = types.ModuleType("torch_tpu")
+    if importlib.util.find_spec("jax") is None:  # nothing of it runs: `jax_op` has our definitions
+        versions |= {"jax": "0.10.2", "jaxlib": "0.10.2"}
+        sys.modules["jax"] = types.ModuleType("jax")
+        sys.modules["jax"].Array = object
     version = importlib.metadata.version
-    importlib.metadata.version = lambda name: "0.2.0" if name == "torch_tpu" else version(name)
+    importlib.metadata.version = lambda name: versions.get(name) or version(name)
