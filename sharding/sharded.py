@@ -69,7 +69,7 @@ from torchrec_tpu.sharding.routing import (
 )
 from torchrec_tpu.sharding.sharded_optimizer import ShardedEmbeddingOptimizer
 from torchrec_tpu.sharding.tables import allocate, fill
-from torchrec_tpu.sharding.tensors import global_tensor, load
+from torchrec_tpu.sharding.tensors import copy, global_tensor, parts
 from torchrec_tpu.sparsecore import _native, ops
 from torchrec_tpu.sparsecore.batch import SparseBatch
 from torchrec_tpu.sparsecore.errors import PeerBatchError, PlacementError
@@ -837,8 +837,15 @@ def _take_sharded(
 ) -> None:
     """Copies whole or sharded tables into the shards; nothing is left to load for them."""
     parameters = weights_of(getattr(module, module._tables_name))
-    for table, views in module._views.items():
-        key = f"{prefix}{module._tables_name}.{table}.weight"
-        if key in state_dict:
-            load(module._placements[table], views, state_dict[key], name=key)
-            state_dict[key] = parameters[table].detach()
+    keys = {table: f"{prefix}{module._tables_name}.{table}.weight" for table in module._views}
+    found = {table: key for table, key in keys.items() if key in state_dict}
+    pairs = [
+        pair
+        for table, key in found.items()
+        for pair in parts(
+            module._placements[table], module._views[table], state_dict[key], name=key
+        )
+    ]
+    copy(pairs)
+    for table, key in found.items():
+        state_dict[key] = parameters[table].detach()

@@ -13,7 +13,7 @@ from torchrec.optim.fused import FusedOptimizer
 
 from torchrec_tpu.sharding.optimizer import FusedEmbeddingOptimizer, new_group, state_name
 from torchrec_tpu.sharding.placements import Shard, TablePlacement
-from torchrec_tpu.sharding.tensors import Local, global_tensor, load
+from torchrec_tpu.sharding.tensors import Local, copy, global_tensor, parts
 from torchrec_tpu.sparsecore.errors import OptimizerError, StateDictError
 from torchrec_tpu.sparsecore.geometry import Geometry
 from torchrec_tpu.sparsecore.optimizers import OptimizerSpec
@@ -139,9 +139,10 @@ class ShardedEmbeddingOptimizer(FusedOptimizer):
         none) leaves the counter as it is, with a warning.
 
         Raises:
-            StateDictError: tables, slots or shapes differ.
+            StateDictError: tables, slots or shapes differ; nothing has been changed.
         """
         loaded = state_dict["state"]
+        pairs: list[tuple[Tensor, Tensor]] = []
         for table, key in self._keys.items():
             if key not in loaded:
                 raise StateDictError(
@@ -163,10 +164,16 @@ class ShardedEmbeddingOptimizer(FusedOptimizer):
                 )
             for name, value in new.items():
                 if name == step or not self._shards.get(table):
-                    state[name].copy_(value)
+                    if value.shape != state[name].shape:
+                        raise StateDictError(
+                            f"table {table!r}: {name!r} has shape {tuple(value.shape)}, expected "
+                            f"{tuple(state[name].shape)}"
+                        )
+                    pairs.append((state[name], value))
                 else:
                     local = self._slots(table)[name.removeprefix(f"{table}.")]
-                    load(self._placements[table], local, value, name=name)
+                    pairs += parts(self._placements[table], local, value, name=name)
+        copy(pairs)
         if self.defaults["_save_param_groups"]:
             rest = {**state_dict, "state": {k: self.state[p] for k, p in self.params.items()}}
             super().load_state_dict(rest)

@@ -5,7 +5,7 @@ Legend: V num_embeddings, D embedding_dim.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from typing import Any, Final
 
 import torch
@@ -84,8 +84,12 @@ def global_tensor(
     )
 
 
-def load(placement: TablePlacement, local: Local, value: Any, *, name: str) -> None:
-    """Copies a state dict's entry into this rank's shards.
+def parts(
+    placement: TablePlacement, local: Local, value: Any, *, name: str
+) -> list[tuple[Tensor, Tensor]]:
+    """What of a state dict's entry belongs into this rank's shards; see `copy`.
+
+    A whole matrix of another shape is refused by all ranks, those without a shard among them.
 
     Args:
         placement: of the table.
@@ -93,13 +97,23 @@ def load(placement: TablePlacement, local: Local, value: Any, *, name: str) -> N
         value: the whole tensor, or one that is sharded as this table is.
         name: for errors.
 
+    Returns:
+        (shard, part of the value) each.
+
     Raises:
-        StateDictError: another shape, or other shards; nothing has been copied.
+        StateDictError: another shape, or other shards.
     """
-    sources = [_part(placement, shard, tensor, value, name) for shard, tensor in local]
+    whole = placement.num_embeddings, placement.embedding_dim
+    if not local and isinstance(value, Tensor) and value.ndim == 2 and tuple(value.shape) != whole:
+        raise StateDictError(f"{name!r} has shape {tuple(value.shape)}, expected {whole}")
+    return [(tensor, _part(placement, shard, tensor, value, name)) for shard, tensor in local]
+
+
+def copy(pairs: Iterable[tuple[Tensor, Tensor]]) -> None:
+    """Copies parts into shards, once all of them are known to fit."""
     with torch.no_grad():
-        for (_, tensor), source in zip(local, sources, strict=True):
-            tensor.copy_(source)
+        for tensor, part in pairs:
+            tensor.copy_(part)
 
 
 def _part(placement: TablePlacement, shard: Shard, tensor: Tensor, value: Any, name: str) -> Tensor:

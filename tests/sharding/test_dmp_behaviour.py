@@ -541,7 +541,7 @@ def a_missing_table_is_reported(rank: int, world_size: int) -> None:
 
 
 def tables_of_another_shape_are_refused(rank: int, world_size: int) -> None:
-    for placement in ("row_wise", "data_parallel"):  # of others, by the ranks that have a shard
+    for placement in ("row_wise", "table_wise", "column_wise", "data_parallel"):
         dmp = new_dmp(Job(optimizer="adam", placement=placement))
         before = state_of(dmp)
         whole = new_model("dlrm").state_dict()
