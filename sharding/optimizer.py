@@ -38,6 +38,61 @@ def counts_steps(rule: Rule) -> bool:
     return rule.prepare(1, rule.hyper) != rule.prepare(2, rule.hyper)
 
 
+def set_hyper_parameters(
+    groups: Sequence[dict[str, Any]], hyper_parameters: Mapping[str, Any]
+) -> None:
+    """Sets hyperparameters by name in every group that has them.
+
+    Raises:
+        OptimizerError: no group has one of the names.
+    """
+    known = {name for group in groups for name in group} - {"params"}
+    if unknown := hyper_parameters.keys() - known:
+        raise OptimizerError(
+            f"no table has hyperparameters {sorted(unknown)}; there are {sorted(known)}"
+        )
+    for group in groups:
+        group.update((name, value) for name, value in hyper_parameters.items() if name in group)
+
+
+def entries_of(
+    table: str, key: str, loaded: Mapping[str, Any], state: Mapping[str, Any], rule: Rule
+) -> dict[str, Any]:
+    """A table's entries of a state dict, those that its optimizer has.
+
+    A missing step (TorchRec saves none) is that of `state`, with a warning.
+
+    Args:
+        table: name.
+        key: of the table in `loaded`.
+        loaded: "state" of the state dict.
+        state: what the optimizer has of the table.
+        rule: of the table.
+
+    Raises:
+        StateDictError: the table is missing, or has other entries.
+    """
+    if key not in loaded:
+        raise StateDictError(
+            f"table {table!r}: the state dict has no {key!r}; it has {sorted(loaded)}"
+        )
+    new = dict(loaded[key])
+    step = f"{table}.step"
+    if step in state and step not in new:
+        warnings.warn(
+            f"table {table!r}: the state dict has no {step!r}, so the bias correction goes "
+            f"on from step {int(state[step])}; set_optimizer_step(n) changes that",
+            stacklevel=3,
+        )
+        new[step] = state[step]
+    if new.keys() != state.keys():
+        raise StateDictError(
+            f"table {table!r}: the state dict has {sorted(new)}, optimizer "
+            f"{rule.name!r} has {sorted(state)}"
+        )
+    return new
+
+
 class FusedEmbeddingOptimizer(FusedOptimizer):
     """The optimizer of one collection: a torch optimizer whose updates happen in `backward()`.
 
@@ -219,13 +274,7 @@ class FusedEmbeddingOptimizer(FusedOptimizer):
         Raises:
             OptimizerError: no group has one of the names.
         """
-        known = {name for group in self.param_groups for name in group} - {"params"}
-        if unknown := params_dict.keys() - known:
-            raise OptimizerError(
-                f"no table has hyperparameters {sorted(unknown)}; there are {sorted(known)}"
-            )
-        for group in self.param_groups:
-            group.update((name, value) for name, value in params_dict.items() if name in group)
+        set_hyper_parameters(self.param_groups, params_dict)
 
     def state_dict(self) -> dict[str, Any]:
         """The state by parameter name; see the class. On a device, the tensors are copies."""
@@ -246,24 +295,7 @@ class FusedEmbeddingOptimizer(FusedOptimizer):
         loaded = dict(state_dict["state"])
         for table, key in self._keys.items():
             state = self.state[self.params[key]]
-            if key not in loaded:
-                raise StateDictError(
-                    f"table {table!r}: the state dict has no {key!r}; it has {sorted(loaded)}"
-                )
-            new = loaded[key] = dict(loaded[key])
-            step = f"{table}.step"
-            if step in state and step not in new:
-                warnings.warn(
-                    f"table {table!r}: the state dict has no {step!r}, so the bias correction goes "
-                    f"on from step {int(state[step])}; set_optimizer_step(n) changes that",
-                    stacklevel=2,
-                )
-                new[step] = state[step]
-            if new.keys() != state.keys():
-                raise StateDictError(
-                    f"table {table!r}: the state dict has {sorted(new)}, optimizer "
-                    f"{self._specs[table].rule.name!r} has {sorted(state)}"
-                )
+            new = loaded[key] = entries_of(table, key, loaded, state, self._specs[table].rule)
             for name, value in new.items():
                 _check_loadable(table, name, value, state[name])
         if unknown := loaded.keys() - self.params.keys():

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import warnings
 from collections.abc import Mapping, Sequence
 from typing import Any
 
@@ -11,10 +10,16 @@ from torch import Tensor
 from torchrec.distributed.types import ShardingEnv
 from torchrec.optim.fused import FusedOptimizer
 
-from torchrec_tpu.sharding.optimizer import FusedEmbeddingOptimizer, new_group, state_name
+from torchrec_tpu.sharding.optimizer import (
+    FusedEmbeddingOptimizer,
+    entries_of,
+    new_group,
+    set_hyper_parameters,
+    state_name,
+)
 from torchrec_tpu.sharding.placements import Shard, TablePlacement
 from torchrec_tpu.sharding.tensors import Local, copy, global_tensor, parts
-from torchrec_tpu.sparsecore.errors import OptimizerError, StateDictError
+from torchrec_tpu.sparsecore.errors import StateDictError
 from torchrec_tpu.sparsecore.geometry import Geometry
 from torchrec_tpu.sparsecore.optimizers import OptimizerSpec
 
@@ -124,13 +129,7 @@ class ShardedEmbeddingOptimizer(FusedOptimizer):
         Raises:
             OptimizerError: no group has one of the names.
         """
-        known = {name for group in self.param_groups for name in group} - {"params"}
-        if unknown := params_dict.keys() - known:
-            raise OptimizerError(
-                f"no table has hyperparameters {sorted(unknown)}; there are {sorted(known)}"
-            )
-        for group in self.param_groups:
-            group.update((name, value) for name, value in params_dict.items() if name in group)
+        set_hyper_parameters(self.param_groups, params_dict)
 
     def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
         """Copies a state dict into the live shards.
@@ -144,26 +143,10 @@ class ShardedEmbeddingOptimizer(FusedOptimizer):
         loaded = state_dict["state"]
         pairs: list[tuple[Tensor, Tensor]] = []
         for table, key in self._keys.items():
-            if key not in loaded:
-                raise StateDictError(
-                    f"table {table!r}: the state dict has no {key!r}; it has {sorted(loaded)}"
-                )
-            new, state = dict(loaded[key]), self.state[self.params[key]]
-            step = f"{table}.step"
-            if step in state and step not in new:
-                warnings.warn(
-                    f"table {table!r}: the state dict has no {step!r}, so the bias correction goes "
-                    f"on from step {int(state[step])}; set_optimizer_step(n) changes that",
-                    stacklevel=2,
-                )
-                new[step] = state[step]
-            if new.keys() != state.keys():
-                raise StateDictError(
-                    f"table {table!r}: the state dict has {sorted(new)}, optimizer "
-                    f"{self._specs[table].rule.name!r} has {sorted(state)}"
-                )
+            state = self.state[self.params[key]]
+            new = entries_of(table, key, loaded, state, self._specs[table].rule)
             for name, value in new.items():
-                if name == step or not self._shards.get(table):
+                if name == f"{table}.step" or not self._shards.get(table):
                     if value.shape != state[name].shape:
                         raise StateDictError(
                             f"table {table!r}: {name!r} has shape {tuple(value.shape)}, expected "
