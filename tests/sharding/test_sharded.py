@@ -505,7 +505,7 @@ def assert_tables(ranks: list[dict[str, Any]], wanted: dict[str, torch.Tensor]) 
     for name, value in wanted.items():
         found = whole_tensor([piece for of_rank in ranks for piece in of_rank[name]], name)
         torch.testing.assert_close(
-            found, value, rtol=1e-6, atol=1e-6, msg=lambda m, n=name: f"{n}: {m}"
+            found, value, rtol=1e-5, atol=1e-6, msg=lambda m, n=name: f"{n}: {m}"
         )
 
 
